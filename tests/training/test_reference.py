@@ -4,6 +4,7 @@ Real: simulated groups on a small text, with Composer.
 """
 
 import pytest
+from text_config import write_config
 
 from composer_replication.training.config import ConfigError, load_config
 from composer_replication.training.loaders import TextBytes
@@ -16,29 +17,24 @@ global_train_batch_size: 2
 device_eval_batch_size: 2
 device: cpu
 model: {name: byte_gpt, d_model: 16, n_heads: 2, n_layers: 1, max_seq_len: 16}
-train_loader: {name: text, path: PATH, max_seq_len: 16}
-eval_loader: {name: text, path: PATH, max_seq_len: 16}
+train_loader: {name: text, path: TEXT, max_seq_len: 16}
+eval_loader: {name: text, path: TEXT, max_seq_len: 16}
 optimizer: {name: adamw, lr: 1.0e-3}
 algorithms: {gradient_clipping: {clipping_type: norm, clipping_threshold: 1.0}}
-reference: {data_parallel_bits_per_byte: 2.5, text: "TEXT", tokens: TOKENS}
+reference: {data_parallel_bits_per_byte: 2.5, tokens: 256}
 callbacks: {diloco: {sync_every: 2}}
 """
 
 
 @pytest.fixture
 def reference(tmp_path):
-    """Trains two groups with a reference for some tokens, and returns what is shown of it."""
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for name in "abcdefgh":
-        (folder / f"{name}.txt").write_text(f"A sample of {name} is read by one group. " * 50)
+    """Trains two groups on a text that the reference is of, and returns what is shown of it."""
+    path = write_config(tmp_path, CONFIG)
+    text = TextBytes(tmp_path / "text", max_seq_len=16).name
 
-    def train(tokens, *overrides):
-        text = TextBytes(folder, max_seq_len=16).name
-        path = tmp_path / "config.yaml"
-        written = CONFIG.replace("PATH", str(folder)).replace("TEXT", text)
-        path.write_text(written.replace("TOKENS", str(tokens)))
-        results = simulate_replicas(load_config(path, overrides), num_replicas=2)
+    def train(*overrides):
+        config = load_config(path, [f"reference.text={text}", *overrides])
+        results = simulate_replicas(config, num_replicas=2)
         return {result["eval"].get("data_parallel_bits_per_byte") for result in results}
 
     return train
@@ -46,9 +42,8 @@ def reference(tmp_path):
 
 @pytest.mark.slow
 def test_it_is_shown_for_that_text_and_as_many_tokens_of_all_groups(reference):
-    tokens = 4 * 2 * 2 * 16  # steps, samples of a group, groups, bytes
-    assert reference(tokens) == {2.5}
-    assert reference(tokens, "max_duration=3ba") == {None}
-    assert reference(tokens, "reference.text=another") == {None}
+    assert reference() == {2.5}  # 4 steps, 2 samples of a group, 2 groups, 16 bytes
+    assert reference("max_duration=3ba") == {None}
+    assert reference("reference.text=another") == {None}
     with pytest.raises(ConfigError, match="reference has no 'bits'"):
-        reference(tokens, "reference.bits=2.4")
+        reference("reference.bits=2.4")

@@ -92,22 +92,20 @@ def test_unigram_bits_are_those_worked_out_by_hand(tmp_path):
     assert unigram_bits_per_byte(folder) == pytest.approx((math.log2(65) + math.log2(130)) / 2)
 
 
-def test_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="nowhere' does not exist. Pass a folder"):
-        check_text_folder(tmp_path / "nowhere")
-
-
-def test_a_file_instead_of_a_folder_is_refused(tmp_path):
-    (tmp_path / "book.txt").write_text("text")
-    with pytest.raises(ValueError, match="book.txt' is not a folder"):
-        check_text_folder(tmp_path / "book.txt")
-
-
-@pytest.mark.parametrize("num_files", [0, 1])
-def test_fewer_than_two_text_files_are_refused(tmp_path, num_files):
+@pytest.mark.parametrize(
+    ("name", "num_files", "message"),
+    [
+        ("nowhere", 0, "nowhere' does not exist. Pass a folder"),
+        ("image.png", 0, "image.png' is not a folder"),
+        ("", 0, "holds 0 text files. At least 2"),
+        ("", 1, "holds 1 text files. At least 2"),
+    ],
+)
+def test_what_is_no_folder_of_two_text_files_is_refused(tmp_path, name, num_files, message):
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
-    with pytest.raises(ValueError, match=f"holds {num_files} text files. At least 2"):
-        check_text_folder(write_files(tmp_path, num_files=num_files))
+    write_files(tmp_path, num_files=num_files)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        check_text_folder(tmp_path / name)
 
 
 def test_a_split_shorter_than_one_sample_is_refused(tmp_path):
