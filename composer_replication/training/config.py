@@ -6,10 +6,11 @@ This module imports neither torch nor Composer, so that a bad config is rejected
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -87,11 +88,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = (), *, resolve: boo
     """
     given = parse_overrides(overrides, "override", "max_duration=100ba")
     loaded = load_yaml(Path(path), "give the path of a YAML file")
-    try:
+    with reading(f"{path} cannot be read"):
         merged = OmegaConf.merge(loaded, given)
         resolved = OmegaConf.to_container(merged, resolve=resolve, throw_on_missing=resolve)
-    except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {in_one_line(error)}") from error
     assert isinstance(resolved, dict) and isinstance(merged, DictConfig), "the file is no list"
     return Config({str(key): value for key, value in resolved.items()}, merged)
 
@@ -110,11 +109,8 @@ def parse_overrides(given: Sequence[str], what: str, example: str) -> DictConfig
     for each in given:
         if "=" not in each:
             raise ConfigError(f"{what} {each!r}: write key=value, e.g. {example}")
-    try:
+    with reading(f"{what} {' '.join(given)} cannot be read"):
         return OmegaConf.from_dotlist(list(given))
-    except (OmegaConfBaseException, YAMLError) as error:
-        shown = " ".join(given)
-        raise ConfigError(f"{what} {shown} cannot be read: {in_one_line(error)}") from error
 
 
 def load_yaml(path: Path, fix: str) -> DictConfig:
@@ -129,19 +125,27 @@ def load_yaml(path: Path, fix: str) -> DictConfig:
     """
     if not path.is_file():
         raise ConfigError(f"there is no config at {path}: {fix}")
-    try:
+    with reading(f"{path} cannot be read as YAML"):
         loaded = OmegaConf.load(path)
-    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as YAML: {in_one_line(error)}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} holds no key: value pairs: write e.g. sync_every: 100")
     return loaded
 
 
-def in_one_line(error: Exception) -> str:
-    """The message of a parser, without its line breaks and the folders of its file."""
-    text = re.sub(r"\s+object_type=\w+", "", " ".join(str(error).split()))
-    return re.sub(r'in "[^"]*/([^"/]+)"', r"in \1", text)
+@contextlib.contextmanager
+def reading(problem: str, fix: str = "") -> Iterator[None]:
+    """Raise a parser's error as a ``ConfigError`` of one line.
+
+    Args:
+        problem: What could not be done, for the message.
+        fix: What to do about it, for the message.
+    """
+    try:
+        yield
+    except (OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        text = re.sub(r"\s+object_type=\w+", "", " ".join(str(error).split()))
+        text = re.sub(r'in "[^"]*/([^"/]+)"', r"in \1", text)  # not the folders of its file
+        raise ConfigError(f"{problem} ({text}): {fix}" if fix else f"{problem}: {text}") from error
 
 
 class Config(dict[str, Any]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from composer_replication.training.components import check_keys
 from composer_replication.training.config import (
     REQUIRED,
     ConfigError,
-    in_one_line,
     load_yaml,
     parse_overrides,
     read_diloco,
+    reading,
 )
 
 SECTION = "callbacks.diloco"
@@ -54,20 +54,22 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     Raises:
         ConfigError: The file is missing or has no settings, or one is unknown or impossible.
     """
-    replaced = _values(_parse(given), "--set")
-    values, sources = {}, [f"--set {each}" for each in given]
+    replaced, sources = _parse(given), [f"--set {each}" for each in given]
+    section, where = OmegaConf.create(), "--set"
     config: dict[str, Any] = {"left_out": []}
     if path is not None:
         fix = "give the path of a YAML file, or none and --set key=value"
         is_set = f"a setting goes behind --set, as in --set {path}"
         file = load_yaml(path, is_set if "=" in str(path) else fix)
         section, where = _section(file, path)
-        values = _values(section, where, left_out=replaced)
+        _check_names(section, where)
         config["left_out"] = [str(name) for name in section if name not in OF_THE_RUN]
         config |= _model(file)
         sources.insert(0, str(path))
-    read_diloco(values | replaced)
-    config["callbacks"] = {"diloco": values | replaced}
+    section.merge_with(replaced)  # before it is resolved: --set may replace what only the job can
+    values = {name: _value(section, name, where) for name in OF_THE_RUN if name in section}
+    read_diloco(values)
+    config["callbacks"] = {"diloco": values}
     return config, " ".join(sources) or "the defaults"
 
 
@@ -85,10 +87,8 @@ def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:
         raise ConfigError(f"{path} is empty: write settings, such as sync_every: 100")
     if not any(key in file for key in ("callbacks", *REQUIRED)):
         return file, str(path)
-    try:
+    with reading(f"{path}: {SECTION} cannot be read"):
         section = OmegaConf.select(file, SECTION, default="missing")
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {SECTION} cannot be read: {in_one_line(error)}") from error
     if section == "missing":
         raise ConfigError(
             f"{path} is a job without {SECTION}: add it ({EXAMPLE}), or give a file with "
@@ -109,25 +109,23 @@ def _parse(given: Sequence[str]) -> DictConfig:
                 f"--set {each}: {name} is no setting of the run; give it to DiLoCoCallback (its "
                 f"YAML key is {SECTION}.{name}) in each group"
             )
-    return parse_overrides(given, "--set", "--set sync_every=100")
+    parsed = parse_overrides(given, "--set", "--set sync_every=100")
+    _check_names(parsed, "--set")
+    return parsed
 
 
-def _values(section: DictConfig, where: str, left_out: Collection[str] = ()) -> dict[str, Any]:
-    """The values that a coordinator reads in a section, but for those left out."""
+def _check_names(section: DictConfig, where: str) -> None:
     check_keys(map(str, section), {*OF_THE_RUN, *_OF_A_GROUP}, where, REMOVED)
-    values = {}
-    for name in [name for name in OF_THE_RUN if name in section and name not in left_out]:
-        try:
-            value = section[name]
-            is_node = OmegaConf.is_config(value)
-            values[name] = OmegaConf.to_container(value, resolve=True) if is_node else value
-        except OmegaConfBaseException as error:
-            written = OmegaConf.to_container(section)[name]  # pyright: ignore
-            raise ConfigError(
-                f"{where}: {name}={written!r} cannot be resolved ({in_one_line(error)}): "
-                f"write the value, or give it with --set {name}=..."
-            ) from error
-    return values
+
+
+def _value(section: DictConfig, name: str, where: str) -> Any:
+    written = OmegaConf.to_container(section)[name]  # pyright: ignore
+    with reading(
+        f"{where}: {name}={written!r} cannot be resolved",
+        f"write the value, or give it with --set {name}=...",
+    ):
+        value = section[name]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
 def _model(file: DictConfig) -> dict[str, Any]:
