@@ -488,18 +488,6 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     assert {kind for _, kind in seen} == {2, 4}
 
 
-def test_a_late_rewind_changes_nothing_though_heartbeats_came_before_the_report(client, stream):
-    """A group's heartbeat tells of an outer step before its report of the sync arrives."""
-    post(client, f"streams/{stream}/leases", number=0, epoch=0)
-    beat(client, outer_step=3)
-    report = {"outer_step": 3, "ledger": [[stream, 2, 2]], "present": [stream], "age_s": 0.0}
-    assert post(client, "commits", **report).status_code == 200
-    assert post(client, "rewind", outer_step=0, ledger=[]).status_code == 200
-    assert client.get("/v1/info").json()["outer_step"] == 3
-    (epoch,) = dataset(client)["epochs"]
-    assert epoch["done"] == 2
-
-
 def test_the_page_keeps_the_token_out_of_the_address_bar(client):
     page = client.get("/").text
     assert page.index("if (encoded) keepToken()") < page.index("history.replaceState(")

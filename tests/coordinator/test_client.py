@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from waiting import wait_until
 
 from composer_replication.coordinator.client import (
     CoordinatorAwayError,
@@ -133,13 +134,6 @@ def member_of(service, monkeypatch):
     yield make
     for member in members:
         member.leave()
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("odd", ODD)

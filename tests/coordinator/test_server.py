@@ -53,19 +53,15 @@ def test_what_a_failed_start_has_opened_is_closed(start, tmp_path):
             start()
 
 
-def test_the_heartbeat_timeout_is_an_option_that_groups_hear_of(start):
-    client = CoordinatorClient(start(heartbeat_timeout_s=7.5).address, "secret")
-    assert client.info().heartbeat_timeout_s == 7.5
-    client.close()
-
-
-def test_no_secret_of_the_model_section_or_token_is_in_a_file(start, tmp_path):
+def test_groups_hear_of_the_options_and_no_file_has_a_secret_of_them(start, tmp_path):
     model = {"d_model": 8, "hub": {"token": "hub-secret"}}
-    coordinator = start(tokens=["run-secret"], model_section=model, digest_every=5)
+    options = {"model_section": model, "digest_every": 5, "heartbeat_timeout_s": 7.5}
+    coordinator = start(tokens=["run-secret"], **options)
     client = CoordinatorClient(coordinator.address, "run-secret")
     info = client.info()
     client.close()
-    assert info.model_section.keys() == model.keys() and info.digest_every == 5
+    assert info.model_section.keys() == model.keys()
+    assert (info.digest_every, info.heartbeat_timeout_s) == (5, 7.5)
     coordinator.shutdown()
     write_report_html(tmp_path / "state", read_json(tmp_path / "state" / PAGE_DATA))
     for file in (tmp_path / "state").iterdir():

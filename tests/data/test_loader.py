@@ -288,20 +288,6 @@ def test_fixed_shards_are_all_of_an_epoch_once_and_another_order_every_epoch(len
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_fixed_shards_resume_anywhere():
-    spec = DatasetSpec("numbers", 47, seed=3, unit_size=10)
-    reader = StreamReader(spec, FixedShards(spec, 1, 2).lease, StreamPosition())
-    found, positions = [], []
-    for epoch in range(3):
-        while samples := reader.read(3, epoch):
-            found.append(samples)
-            positions.append((epoch, reader.position))
-    for index, (epoch, position) in enumerate(positions):
-        again = StreamReader(spec, FixedShards(spec, 1, 2).lease, position)
-        rest = [part for later in range(epoch, 3) for part in parts(again, 3, later)]
-        assert rest == found[index + 1 :]
-
-
 def test_fewer_units_than_groups_are_refused():
     spec = DatasetSpec("numbers", 30, seed=3, unit_size=10)
     with pytest.raises(ValueError, match="3 units for num_replicas=4 .* unit_size of at most 7"):

@@ -81,17 +81,12 @@ def test_bits_per_byte_weighs_bytes_and_not_batches():
     metric.update(torch.zeros(2, 2, 2), torch.tensor([[0, 1], [1, 0]]))
     metric.update(torch.zeros(1, 2, 16), torch.tensor([[3, 9]]))
     assert metric.compute().item() == pytest.approx(2)
-
-
-def test_bits_per_byte_of_two_ranks_is_the_mean_over_their_bytes():
-    metrics = BitsPerByte(), BitsPerByte()
-    metrics[0].update(torch.zeros(2, 2, 2), torch.tensor([[0, 1], [1, 0]]))
-    metrics[1].update(torch.zeros(1, 2, 16), torch.tensor([[3, 9]]))
-    # What torchmetrics does between ranks: each state is reduced by its own function.
-    for name, reduce in metrics[0]._reductions.items():
-        states = torch.stack([getattr(metric, name) for metric in metrics])
-        setattr(metrics[0], name, reduce(states))  # pyright: ignore
-    assert metrics[0].compute().item() == pytest.approx(2)
+    # Both sums are added between ranks, so that two of them weigh bytes as well.
+    ranks = BitsPerByte(), BitsPerByte()
+    ranks[0].update(torch.zeros(2, 2, 2), torch.tensor([[0, 1], [1, 0]]))
+    ranks[1].update(torch.zeros(1, 2, 16), torch.tensor([[3, 9]]))
+    ranks[0].merge_state(ranks[1])
+    assert ranks[0].compute().item() == pytest.approx(2)
 
 
 def test_only_evaluation_has_a_metric_and_the_model_updates_it():

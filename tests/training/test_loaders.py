@@ -72,22 +72,14 @@ def test_a_window_goes_on_into_the_next_file(tmp_path):
 
 
 def test_shares_of_two_groups_of_two_ranks_are_disjoint_and_cover_the_text(folder, monkeypatch):
-    shares = read_shares(monkeypatch, folder)
-    assert [len(share) for share in shares] == [10, 10, 10, 10]
-    assert len(set().union(*shares)) == 40
-
-
-def test_another_epoch_has_another_order_and_other_shares(folder, monkeypatch):
-    first = read_shares(monkeypatch, folder, epoch=0)
-    second = read_shares(monkeypatch, folder, epoch=1)
-    assert set(first[0]) != set(second[0])
-    assert len(set().union(*second)) == 40
-
-
-def test_the_order_is_the_same_on_every_run_and_another_for_another_seed(folder, monkeypatch):
-    first = read_shares(monkeypatch, folder)
-    assert read_shares(monkeypatch, folder) == first
-    assert read_shares(monkeypatch, folder, seed=1) != first
+    first, again, next_epoch, seed = (
+        read_shares(monkeypatch, folder, **own) for own in ({}, {}, {"epoch": 1}, {"seed": 1})
+    )
+    for shares in (first, next_epoch, seed):
+        assert [len(share) for share in shares] == [10, 10, 10, 10]
+        assert len(set().union(*shares)) == 40
+    assert first == again
+    assert set(first[0]) != set(next_epoch[0]) and set(first[0]) != set(seed[0])
 
 
 def test_the_order_does_not_touch_torchs_default_generator(folder):
