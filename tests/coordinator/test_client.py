@@ -3,12 +3,12 @@
 Run: pytest tests/coordinator/test_client.py. Real: HTTP over loopback, the client and its thread.
 """
 
+import asyncio
 import json
 import math
 import threading
 import time
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from composer_replication.coordinator.client import (
     NameTakenError,
     RunInfo,
 )
+from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport, digests_of
 from composer_replication.options import ReplicaOptions
@@ -56,44 +57,28 @@ class Service:
         """The path that is answered at the end of the test."""
         self.requests: list[tuple[float, str, dict]] = []
         """When, where and what each one was."""
-        service = self
+        self._http = HttpService("127.0.0.1:0")
+        self._http.start(self)
+        self.address = f"http://127.0.0.1:{self._http.port}"
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def respond(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                service.requests.append((time.monotonic(), self.path, json.loads(body or "{}")))
-                if self.path == service.hangs:
-                    service.is_closed.wait(60)
-                    self.close_connection = True
-                    return
-                status, headers, body = service.by_path.get(self.path, service.answer)
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                if status != 204:
-                    self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            do_GET = do_POST = do_DELETE = respond
-
-            def log_message(self, format: str, *arguments: object) -> None:
-                del format, arguments
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            return
+        path, body = scope["path"], (await receive())["body"]
+        self.requests.append((time.monotonic(), path, json.loads(body or "{}")))
+        if path == self.hangs:
+            await asyncio.to_thread(self.is_closed.wait, 60)
+        status, headers, body = self.by_path.get(path, self.answer)
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": status, "headers": raw})
+        await send({"type": "http.response.body", "body": body})
 
     def bodies(self, path: str) -> list[dict]:
         return [body for _, asked, body in self.requests if asked == path]
 
     def close(self) -> None:
         self.is_closed.set()
-        self._server.shutdown()
-        self._server.server_close()
+        self._http.close()
 
 
 @pytest.fixture

@@ -60,18 +60,19 @@ def ask_the_coordinator(client, *, again):
 def test_each_failure_of_the_coordinator_s_database_is_an_error_of_that_call_alone(
     tmp_path, monkeypatch
 ):
-    connect = sqlite3.connect
-    monkeypatch.setattr(
-        coordinator_database.sqlite3,
-        "connect",
-        lambda *a, **k: connect(*a, **k, factory=FailingConnection),
-    )
+    connect, made = sqlite3.connect, []
+
+    def connect_and_fail(*arguments, **options):
+        made.append(connect(*arguments, **options, factory=FailingConnection))
+        return made[-1]
+
+    monkeypatch.setattr(coordinator_database.sqlite3, "connect", connect_and_fail)
 
     def run(name, fails_at):
         folder = tmp_path / name
         folder.mkdir()
         client, database = make(folder, Clock())
-        connection = database._connection
+        connection = made[-1]
         connection.code = sqlite3.SQLITE_IOERR if fails_at and fails_at % 2 else sqlite3.SQLITE_FULL
         connection.count, connection.fails_at = 0, fails_at
         answers = ask_the_coordinator(client, again=1)
