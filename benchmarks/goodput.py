@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication.group.run_folder import CONFIG
-from composer_replication.launch.run_record import Run, read_run
+from composer_replication.launch.run_record import Run, open_run
 from composer_replication.replica.json_files import read_json
 from composer_replication.training.config import read_value
 
@@ -241,7 +241,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     console = Console()
     if arguments.run is not None:
-        run = read_run(arguments.run)
+        run = open_run(arguments.run)
         chaos = read_json(run.run_dir / CHAOS)
         account = measure_goodput(run)
         for name, text in describe_goodput(account):

@@ -1,4 +1,4 @@
-"""DiLoCo for MosaicML Composer: several replica groups train one model, over torchft."""
+"""DiLoCo for MosaicML Composer and Hugging Face's Trainer, over torchft."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from composer_replication.diloco.peer_table import DivergenceError
     from composer_replication.diloco.retry import SyncError
     from composer_replication.diloco.sync_report import SyncReport
+    from composer_replication.launch.results import read_run
     from composer_replication.replica.factory import make_manager
     from composer_replication.settings import DiLoCoSettings
     from composer_replication.simulation.simulation import simulate
@@ -28,6 +29,7 @@ __all__ = [
     "SyncError",
     "SyncReport",
     "make_manager",
+    "read_run",
     "simulate",
 ]
 __version__ = "0.1.0"
@@ -104,6 +106,7 @@ __getattr__ = lazily(
         "SyncError": "composer_replication.diloco.retry",
         "SyncReport": "composer_replication.diloco.sync_report",
         "make_manager": "composer_replication.replica.factory",
+        "read_run": "composer_replication.launch.results",
         "simulate": "composer_replication.simulation.simulation",
     },
 )

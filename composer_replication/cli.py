@@ -309,7 +309,7 @@ def report(run_dir: Annotated[Path, typer.Argument()]) -> None:
     """
     from composer_replication.launch.outcome import print_rows
     from composer_replication.launch.page_record import write_page
-    from composer_replication.launch.run_record import describe, read_run
+    from composer_replication.launch.run_record import describe, open_run
 
-    run = read_run(run_dir)
+    run = open_run(run_dir)
     print_rows([*describe(run), ("page", str(write_page(run)))])

@@ -150,7 +150,7 @@ def test_the_package_lists_its_public_names():
     assert all(getattr(composer_replication, name) for name in composer_replication.__all__)
     names = (
         "DiLoCo DiLoCoCallback DiLoCoSettings DivergenceError ReplicaDataLoader SyncError "
-        "SyncReport make_manager simulate"
+        "SyncReport make_manager read_run simulate"
     )
     assert sorted(composer_replication.__all__) == names.split()
 

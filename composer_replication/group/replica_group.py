@@ -317,6 +317,8 @@ class ReplicaGroup:
         """
         if self.weights is None:
             return
+        if self.diloco is not None:
+            self._report("evaluating")
         self.generators.save()
         if self.options.eval_weights == "global":
             if not self.host.averages.are_evaluated and not self._replaces_global:

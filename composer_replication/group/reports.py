@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -82,6 +83,7 @@ class Reports:
         self._folder.append(
             START,
             {
+                "settings": asdict(self._settings),
                 "started": psutil.Process().create_time(),
                 "joined": time.time(),
                 "inner_steps": diloco.inner_steps,
@@ -132,8 +134,8 @@ class Reports:
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
             self._last_sync |= {name: getattr(report, name) for name in OF_A_SYNC}
-            at = self._round(report.inner_steps, report.outer_step)
-            self._host.log_metrics(metrics | {"diloco/round": at})
+            metrics["diloco/round"] = self._round(report.inner_steps, report.outer_step)
+            self._host.log_metrics({**metrics})
             if report.global_digest is not None:
                 self._last_sync["digest_step"] = report.outer_step
                 self._last_sync["global_digest"] = report.global_digest
@@ -144,10 +146,11 @@ class Reports:
                 self._folder.append(WARNING, {"warning": warning})
             place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}
             self._folder.append(SYNC, metrics | place | {"ranks": world_size()})
+            fragment = f", fragment {report.fragment}" if self._settings.fragment_count > 1 else ""
             log.info(
-                "outer step %d, fragment %d: %d replica groups, loss %s, blocked %.2f s%s",
+                "outer step %d%s: %d replica groups, loss %s, blocked %.2f s%s",
                 report.outer_step,
-                report.fragment,
+                fragment,
                 report.num_participants,
                 "-" if loss is None else f"{loss:.4f}",
                 report.sync_seconds,
@@ -224,6 +227,8 @@ class Reports:
             "round": self._round(diloco.inner_steps, diloco.outer_step),
             "loss": self._losses[-1] if self._losses else self.final_loss,
         }
+        if phase == "training" and self._is_warm_up(diloco.outer_step + 1):
+            phase = "warm-up"
         trained_at = self._before.get("trained_at") if phase == "joining" else time.time()
         self._folder.write_status(
             phase,
@@ -235,6 +240,11 @@ class Reports:
         if phase != "joining" and not rank():
             self._show(position, bool(done))
         return position | {"phase": phase, "steps_per_second": speed} | self._last_sync
+
+    def _is_warm_up(self, outer_step: int) -> bool:
+        """Whether the schedule makes the rounds longer later."""
+        now, last = map(self._settings.sync_every_at, (outer_step, sys.maxsize))
+        return now < last
 
     @fence("the position on the progress bar")
     def _show(self, position: Mapping[str, Any], is_estimate: bool) -> None:

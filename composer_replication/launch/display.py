@@ -163,12 +163,14 @@ def _row(group: Group) -> Iterator[Text | ProgressBar]:
 
 
 def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> None:
-    """Print a run's settings.
+    """Print those of a run's settings that differ from the defaults.
 
     Args:
         console: Where they are printed.
         settings: The settings.
         source: Where they are from.
     """
-    text = f"Settings from {source}: {settings}"
+    defaults = vars(DiLoCoSettings())
+    own = [f"{name}={value}" for name, value in vars(settings).items() if value != defaults[name]]
+    text = f"Settings from {source}: {', '.join(own) or 'the defaults'}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -21,6 +21,9 @@ MAX_DIGESTS = 1000
 MAX_EVENTS = 100
 """Most events of a run on its page, and so of a group: the newest."""
 
+COSINES = 20
+"""Syncs over which cosines are averaged, to judge the outer loop."""
+
 SILENT_AFTER_S = 10.0
 """A training group that has completed no step for so long is shown as silent. A group whose steps
 take long has five steps' time."""
@@ -32,8 +35,9 @@ on; it died when no group was left to join."""
 FINISHED, FAILED = "finished", "failed"
 """Phases of a group that has ended for good by itself, and of one with which the run ends."""
 
-JOINED = ("training", "evaluating", FINISHED)
-"""Phases of a group that has joined the others."""
+TRAINING = ("training", "warm-up")
+JOINED = (*TRAINING, "evaluating", FINISHED)
+"""Phases of a group that trains, and of one that has joined the others."""
 
 _ENDED_BADLY = (FAILED, LEFT_OUT, NOT_BACK, REJECTED)
 
@@ -55,6 +59,7 @@ class Group:
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
         losses: Rows of batch and loss at evenly spaced syncs.
         troubles: Syncs that were unusual: when they were over, and what happened.
+        cosines: Of the newest syncs, those of the mean with the momentum and between groups.
         bytes_sent: What all its ranks have sent in syncs.
         inner_steps: Its inner steps until its newest sync.
     """
@@ -74,6 +79,7 @@ class Group:
         self.digests: dict[int, str] = {}
         self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self.losses = Curve()
+        self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         lines = JsonLineReader(self._folder / EVENTS).read()
@@ -136,6 +142,8 @@ class Group:
             self.digests[step] = digest
             if len(self.digests) > MAX_DIGESTS:
                 del self.digests[next(iter(self.digests))]
+        if "diloco/momentum_cosine" in line and "diloco/group_cosine" in line:
+            self.cosines.append((line["diloco/momentum_cosine"], line["diloco/group_cosine"]))
         if trouble := _trouble_of(line):
             self.troubles.append((at, f"outer step {step}: {trouble}"))
 
@@ -150,6 +158,13 @@ class Group:
         """Of the group's settings and samples, since this object was made."""
         warnings = self.others[run_folder.WARNING]
         return [event["warning"] for event in warnings if event["time"] >= self._began]
+
+    @property
+    def num_starts(self) -> int:
+        """Processes in which it has joined, since the run was begun or continued."""
+        since = max((event["time"] for event in self.others[run_folder.CONTINUED]), default=0.0)
+        starts = (start for start in self.others[run_folder.START] if start["time"] >= since)
+        return len({start.get("started") for start in starts})
 
     @property
     def num_damaged(self) -> int:
@@ -185,7 +200,7 @@ class Group:
     def silent_s(self) -> float:
         """Seconds since the last completed step of a group in training; 0 if that is not long."""
         trained_at = self.status.get("trained_at")
-        if self.phase != "training" or trained_at is None:
+        if self.phase not in TRAINING or trained_at is None:
             return 0.0
         left = (self.status.get("max_batches") or 0) - self.status.get("batch", 0)
         step_s = (self.status.get("seconds_left") or 0.0) / left if left > 0 else 0.0
@@ -232,7 +247,7 @@ class Group:
     @property
     def seconds_left(self) -> float | None:
         """The time until the group has trained all batches; None if not known or on hold."""
-        is_training = self.phase == "training" and not self.silent_s
+        is_training = self.phase in TRAINING and not self.silent_s
         return self.status.get("seconds_left") if is_training else None
 
 

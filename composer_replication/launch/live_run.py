@@ -13,7 +13,7 @@ from composer_replication.group.words import (
     listed_groups,
     plural,
 )
-from composer_replication.launch.group import RESTARTING, Group
+from composer_replication.launch.group import RESTARTING, TRAINING, Group
 from composer_replication.launch.run_record import Run
 
 SAY_SILENT_AFTER_S = 120.0
@@ -53,7 +53,7 @@ class LiveRun(Run):
         for name, group in self.groups.items():
             if group.phase == RESTARTING:
                 self._away_since.setdefault(name, now)
-            elif group.phase == "training" and name in self._away_since:
+            elif group.phase in TRAINING and name in self._away_since:
                 away = format_duration(now - self._away_since.pop(name))
                 yield f"group {name} is back after {away}, at outer step {group.outer_step}"
         before, self._participants = self._participants, self.participants

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from composer_replication.diloco.fence import fence
 from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
-from composer_replication.group.words import format_duration, listed_groups, plural
+from composer_replication.group.words import format_duration, listed_groups
 from composer_replication.launch.group import FINISHED, LEFT_OUT, NOT_BACK
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.page_record import write_page
 from composer_replication.launch.processes import last_lines
-from composer_replication.launch.run_record import describe, read_run, write_summary
+from composer_replication.launch.run_record import describe, open_run, write_summary
 from composer_replication.launch.supervision import (
     MISSING_CALLBACK,
     Supervisor,
@@ -67,7 +67,7 @@ def finish(
         An exit status: 2 if a command has trained without the callback, 1 if a result is missing or
         the groups ended with different parameters, else 0.
     """
-    run = read_run(run_dir)
+    run = open_run(run_dir)
     missing = [id for id in finished if str(id) not in run.results]
     if missing:
         name = f"replica group {missing[0]}"
@@ -84,9 +84,6 @@ def finish(
     except ValueError as error:
         print_error(str(error))
         return FAILED
-    if any(restarts.values()):
-        each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in restarts.items() if n)
-        rows.append(("started again", each))
     rows.append(("time", format_duration(seconds)))
     with fence("the page of the run"):
         rows.append(("page", str(write_page(run))))
@@ -103,7 +100,7 @@ def finish(
 def keep_page(run_dir: Path) -> None:
     """Write the page of a run that has failed or was interrupted, if any group has written."""
     with fence("the page of the run"), suppress(FileNotFoundError):
-        print(f"Page: {write_page(read_run(run_dir))}")
+        print(f"Page: {write_page(open_run(run_dir))}")
 
 
 @fence("what was saved")

@@ -19,7 +19,7 @@ from composer_replication.coordinator.page import (
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import OF_A_SYNC, START
 from composer_replication.launch.group import MAX_EVENTS, Group
-from composer_replication.launch.run_record import Run
+from composer_replication.launch.run_record import Run, result_of
 from composer_replication.replica.json_files import read_json
 
 
@@ -42,8 +42,9 @@ class RunRecord:
         """Return what the folder adds to the page's data, see ``with_record``.
 
         Returns:
-            ``run_name``, ``groups``, ``losses`` (means over a round), ``agreement``,
-            ``evaluations`` and ``events``; empty if no group has written anything.
+            ``run_name``, ``result`` (rows of a name and a value), ``groups``, ``losses`` (means
+            over a round), ``agreement``, ``evaluations`` and ``events``; empty if no group has
+            written anything.
         """
         with self._lock:  # several pages may ask at once
             self._run.read()
@@ -67,6 +68,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     longest = max((group.others[run_folder.EVALUATION] for group in groups.values()), key=len)
     record["evaluations"] = [{"batch": e["batch"], "eval": e["eval"]} for e in longest[-50:]]
     events = sorted(chain.from_iterable(map(_events_of, groups.values())))
+    record["result"] = [[*row] for row in result_of(run)]
     return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
 
 

@@ -5,16 +5,22 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA, agreement_of
-from composer_replication.group.run_folder import EVENTS, RESUME, SUMMARY
+from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, SUMMARY
 from composer_replication.group.words import format_bytes, plural
 from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import read_json, replace_json
+
+STEADY_ABOVE, OVERSHOOTS_ABOVE = 0.1, 0.6
+"""The outer loop is steady from this mean cosine with the momentum on. Below it the outer steps
+overshoot if the groups agree so much: all of them undo the step before."""
 
 
 class Run:
@@ -57,8 +63,10 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, float]:
-        """The evaluation of the first group. All groups hold the same global parameters."""
-        return next((result.get("eval") or {} for result in self.results.values()), {})
+        """The newest evaluation of the first group that has one. All evaluate the same."""
+        at_end = (result.get("eval") for result in self.results.values())
+        until_now = (e[-1]["eval"] for g in self.groups.values() if (e := g.others[EVALUATION]))
+        return next(filter(None, (*at_end, *until_now)), {})
 
     @property
     def samples_gap(self) -> dict[str, int] | None:
@@ -88,7 +96,7 @@ class Run:
         return agreement_of(digests)
 
 
-def read_run(run_dir: str | Path) -> Run:
+def open_run(run_dir: str | Path) -> Run:
     """Read a run folder.
 
     Args:
@@ -144,6 +152,48 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
     return summary
 
 
+def result_of(run: Run) -> list[tuple[str, str]]:
+    """The result of a run, first what it is made for, as pairs of a name and a value.
+
+    Terminal, page and report show the same. A run that goes on has what there is until now.
+    """
+    rows = []
+    bits = run.evaluation
+    if "bits_per_byte" in bits:
+        beside = ", ".join(
+            f"{name.replace('_', ' ')} {bits[key]:.3f}"
+            for name in ("data_parallel", "unigram", "uniform")
+            if (key := f"{name}_bits_per_byte") in bits
+        )
+        # The training loss of such a model is in nats.
+        nats = f"{math.log(2) * bits['bits_per_byte']:.3f} nats per byte"
+        rows.append(("held-out loss", f"{nats}: {bits['bits_per_byte']:.3f} bits ({beside})"))
+    elif bits:
+        rows.append(("evaluation", ", ".join(f"{name} {bits[name]:.4g}" for name in bits)))
+    rows += _describe_traffic(run)
+    if run.digests:
+        rows.append(("global parameters", describe_digests(run)))
+    cosines = max((group.cosines for group in run.groups.values()), key=len)
+    if len(cosines) == cosines.maxlen:
+        rows.append(("outer loop", _verdict(*map(mean, zip(*cosines, strict=True)))))
+    came_back = {id: group.num_starts - 1 for id, group in run.groups.items()}
+    each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in came_back.items() if n > 0)
+    if each:
+        rows.append(("lost and came back", each))
+    return rows
+
+
+def _verdict(momentum: float, groups: float) -> str:
+    """In words, with the numbers that docs/outer-loop.md explains."""
+    if momentum >= STEADY_ABOVE:
+        verdict = "steady"
+    elif groups >= OVERSHOOTS_ABOVE:
+        verdict = "overshoots, lower outer_lr or outer_momentum"
+    else:
+        verdict = "no common direction yet"
+    return f"{verdict} (cosine with the momentum {momentum:.2f}, between groups {groups:.2f})"
+
+
 def describe(run: Run) -> list[tuple[str, str]]:
     """The closing text of a run, as pairs of a name and a value.
 
@@ -156,19 +206,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
             "to tell. The first comes after sync_every inner steps; if the run failed before, "
             "replica_<id>/log.txt says why"
         )
-    rows = []
-    bits = run.evaluation
-    if "bits_per_byte" in bits:
-        beside = ", ".join(
-            f"{name.replace('_', ' ')} {bits[key]:.3f}"
-            for name in ("data_parallel", "unigram", "uniform")
-            if (key := f"{name}_bits_per_byte") in bits
-        )
-        rows.append(("held-out bits per byte", f"{bits['bits_per_byte']:.3f}   ({beside})"))
-    elif bits:
-        rows.append(("evaluation", ", ".join(f"{name} {bits[name]:.4g}" for name in bits)))
-    if run.digests:
-        rows.append(("global parameters", describe_digests(run)))
+    rows = result_of(run)
     if names := ", ".join(run.differing_buffers):
         rows.append(("buffers", f"DIFFERENT, by sync_buffers=none: the models differ in {names}"))
     if gap := run.samples_gap:
@@ -183,7 +221,6 @@ def describe(run: Run) -> list[tuple[str, str]]:
         if group.num_damaged:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
-    rows += _describe_traffic(run)
     measured = [group for group in run.groups.values() if group.inner_share is not None]
     each = ", ".join(f"group {group.name} {group.inner_share:.0%}" for group in measured)
     rows += [("time in inner steps", each)] if each else []

@@ -22,6 +22,7 @@ from composer_replication.launch.group import (
     LEFT_OUT,
     NOT_BACK,
     RESTARTING,
+    TRAINING,
     Group,
 )
 from composer_replication.launch.output import BAD_INPUT
@@ -169,7 +170,7 @@ class Supervisor:
         """Whether a group is training now."""
         record = self.records[replica_id]
         is_running = not record.end and record.due is None
-        return is_running and self._group(replica_id).phase == "training"
+        return is_running and self._group(replica_id).phase in TRAINING
 
     def _poll(self) -> None:
         for replica_id, status in self.groups.exit_statuses().items():

@@ -12,7 +12,7 @@ from account import describe_goodput, fault_windows, measure_goodput
 from run_events import write_events
 from traces import start
 
-from composer_replication.launch.run_record import read_run
+from composer_replication.launch.run_record import open_run
 
 sync, rounds = (partial(line, waited=0.0) for line in (traces.sync, traces.rounds))
 
@@ -38,7 +38,7 @@ def one_of_two_is_killed(run_dir):
 
 def test_a_run_with_a_kill(tmp_path):
     one_of_two_is_killed(tmp_path)
-    goodput = measure_goodput(read_run(tmp_path))
+    goodput = measure_goodput(open_run(tmp_path))
     # 80 + 60 inner steps of twice 9.6 s, which are 192; the dead time is 5 of them.
     assert goodput["goodput"] == pytest.approx(140 / 192, abs=1e-4)
     assert goodput["goodput_outside_faults"] == pytest.approx(140 / 187, abs=1e-4)
@@ -59,7 +59,7 @@ def test_a_run_with_a_kill(tmp_path):
 
 def test_the_text_has_the_number_and_the_parts(tmp_path):
     one_of_two_is_killed(tmp_path)
-    rows = dict(describe_goodput(measure_goodput(read_run(tmp_path))))
+    rows = dict(describe_goodput(measure_goodput(open_run(tmp_path))))
     assert rows["goodput"] == "72.9% (74.9% of the time that faults left)"
     assert rows["the groups' time"] == (
         "training 72.9%, syncs 14.6%, starting 7.3%, thrown away 2.6%, dead 2.6%"
@@ -70,7 +70,7 @@ def test_each_group_is_measured_by_its_own_pace(tmp_path):
     # The fast group could have trained 48 steps, and the slow one, which takes 0.2 s, 44.
     write_group(tmp_path, 0, [start(10.0)], rounds(10.0, 4))
     write_group(tmp_path, 1, [start(10.0)], rounds(10.0, 4, step_s=0.2))
-    goodput = measure_goodput(read_run(tmp_path))
+    goodput = measure_goodput(open_run(tmp_path))
     assert goodput["inner_steps_possible"] == pytest.approx(48 + 44)
     assert goodput["goodput"] == pytest.approx(80 / 92, abs=1e-4)
     assert describe_goodput(goodput)[0] == ("goodput", "87.0%")
@@ -80,7 +80,7 @@ def test_a_group_that_has_not_come_back_counts_until_the_last_sync_of_the_run(tm
     write_group(tmp_path, 0, [start(10.0)], rounds(10.0, 8))
     status = {"phase": "not back", "trained_at": 12.9}
     write_group(tmp_path, 1, [start(10.0)], rounds(10.0, 2), status, is_finished=False)
-    goodput = measure_goodput(read_run(tmp_path))
+    goodput = measure_goodput(open_run(tmp_path))
     assert goodput["group_seconds"] == pytest.approx(19.2)
     assert goodput["groups"]["1"]["seconds"]["dead"] == pytest.approx(19.6 - 12.9)
     assert goodput["goodput"] == pytest.approx(100 / 192, abs=1e-4)
@@ -108,4 +108,4 @@ def test_faults_that_hold_a_group_up_are_windows_of_the_wall_clock(tmp_path):
 
 def test_a_run_whose_groups_have_not_said_when_they_started_has_no_goodput(tmp_path):
     write_group(tmp_path, 0, [], rounds(10.0, 4))
-    assert measure_goodput(read_run(tmp_path)) == {} and describe_goodput({}) == []
+    assert measure_goodput(open_run(tmp_path)) == {} and describe_goodput({}) == []

@@ -14,7 +14,7 @@ from number_sources import read_results
 from run_events import write_events
 from traces import rounds, start, sync
 
-from composer_replication.launch.run_record import read_run
+from composer_replication.launch.run_record import open_run
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def chaos_run(folder):
     for name, lines in events.items():
         group, kind = name.split("/")
         write_events(folder / group, kind, *lines)
-    return read_run(folder), files["chaos.json"]
+    return open_run(folder), files["chaos.json"]
 
 
 def test_the_costs_of_a_chaos_run_and_its_replay(load, tmp_path):
@@ -178,7 +178,7 @@ def test_a_run_without_goodput_is_refused_with_what_to_give(load, tmp_path):
     goodput = load("goodput")
     (tmp_path / "replica_0").mkdir()
     with pytest.raises(ValueError, match="has no goodput or no sync_every: give the folder"):
-        goodput.measured_costs(read_run(tmp_path), {}, {}, costs_of(goodput))
+        goodput.measured_costs(open_run(tmp_path), {}, {}, costs_of(goodput))
 
 
 def test_a_file_of_results_says_what_has_made_it_and_is_read_by_the_pages(

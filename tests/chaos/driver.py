@@ -13,7 +13,7 @@ from rich.table import Table
 from composer_replication.group.run_folder import make_run_folder
 from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import launch_groups
-from composer_replication.launch.run_record import read_run
+from composer_replication.launch.run_record import open_run
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.training.config import ConfigError, diloco_section
 
@@ -90,7 +90,7 @@ def run_chaos(
         make_coordinator=injector.make_coordinator,
     )
     injector.finish()
-    verdict = history.verdict(read_run(run_dir).digests)
+    verdict = history.verdict(open_run(run_dir).digests)
     history.write(verdict)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, value in verdict.items():

@@ -23,7 +23,7 @@ from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_ru
 from composer_replication.launch import supervision
 from composer_replication.launch.display import Display
 from composer_replication.launch.live_run import LiveRun
-from composer_replication.launch.run_record import describe, read_run, write_summary
+from composer_replication.launch.run_record import describe, open_run, write_summary
 from composer_replication.simulation.simulation import SimulationError
 from composer_replication.training.config import load_config, save_config
 
@@ -179,7 +179,7 @@ def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, mo
 
 def test_a_report_is_made_or_ends_with_the_error_that_names_the_file(disk, folders):
     def report(run_dir):
-        run = read_run(run_dir)
+        run = open_run(run_dir)
         describe(run)
         write_summary(run, {})
 

@@ -14,7 +14,7 @@ from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
 
 from composer_replication.launch.page_record import write_page
-from composer_replication.launch.run_record import read_run
+from composer_replication.launch.run_record import open_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]
 
@@ -39,7 +39,7 @@ def axe(pytestconfig):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     return write_page(
-        read_run(recorded_run.write_run(tmp_path_factory.mktemp("runs") / "run"))
+        open_run(recorded_run.write_run(tmp_path_factory.mktemp("runs") / "run"))
     ).as_uri()
 
 

@@ -12,7 +12,7 @@ from run_events import write_events
 
 from composer_replication.coordinator.page import page_html, write_report_html
 from composer_replication.launch.page_record import RunRecord, write_page
-from composer_replication.launch.run_record import read_run
+from composer_replication.launch.run_record import open_run
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_the_groups_write_while_the_page_is_open_is_added(run_dir):
 
 
 def test_the_report_is_the_page_with_its_data(run_dir):
-    html = write_page(read_run(run_dir)).read_text()
+    html = write_page(open_run(run_dir)).read_text()
     data = data_of(html)
     [text] = EMBEDDED.findall(html)
     assert html.replace(text, "") == page_html()
@@ -99,7 +99,7 @@ def test_the_report_is_the_page_with_its_data(run_dir):
 
 def test_the_report_of_a_run_whose_coordinator_was_killed_has_the_folders_part(run_dir):
     (run_dir / "page.json").unlink()
-    data = data_of(write_page(read_run(run_dir)).read_text())
+    data = data_of(write_page(open_run(run_dir)).read_text())
     assert len(data["replicas"]) == 3 and len(data["losses"]["0"]) == SYNCS
 
 

@@ -1,5 +1,6 @@
 """What is read from a run folder, and told. Run: pytest tests/launch/test_run_record.py."""
 
+import dataclasses
 import json
 from itertools import pairwise
 
@@ -7,11 +8,13 @@ import pytest
 from recorded_groups import sync_line
 from run_events import write_events
 
+import composer_replication
 from composer_replication.coordinator.page import MAX_POINTS, Curve
 from composer_replication.group.words import format_duration
 from composer_replication.launch.processes import last_lines
-from composer_replication.launch.run_record import describe, read_run, write_summary
+from composer_replication.launch.run_record import describe, open_run, write_summary
 from composer_replication.replica.json_files import JsonLineReader
+from composer_replication.settings import DiLoCoSettings
 
 
 def sync(outer_step, **changes):
@@ -31,13 +34,14 @@ def write_run(run_dir, syncs=None, evaluation=None, digests=("ab", "ab")):
     return run_dir
 
 
+ROW = {"outer_step": 9, "outer_lr": 0.5}
 BITS = {"bits_per_byte": 3.2, "unigram_bits_per_byte": 4.7, "uniform_bits_per_byte": 8.0}
 
 
 def test_groups_are_in_the_order_of_their_numbers_also_one_that_was_killed_early(tmp_path):
     write_run(tmp_path, digests=["ab"] * 11)
     (tmp_path / "replica_11").mkdir()
-    run, names = read_run(tmp_path), [str(i) for i in range(12)]
+    run, names = open_run(tmp_path), [str(i) for i in range(12)]
     assert list(run.groups) == names and list(run.results) == names[:11]
 
 
@@ -48,41 +52,84 @@ def test_the_share_of_time_in_inner_steps_leaves_out_syncs_and_stops(tmp_path):
     write_events(folder, "sync", *(sync(i, time=10.0 + 2 * i, **blocked) for i in (1, 2)))
     write_events(folder, "start", {"time": 16.0})  # dead for two of these seconds
     write_events(folder, "sync", sync(3, time=18.0, **blocked))
-    assert read_run(tmp_path).groups["0"].inner_share == 4.5 / 8
+    assert open_run(tmp_path).groups["0"].inner_share == 4.5 / 8
     write_events(folder, "continued", {"time": 500.0})  # the run was stopped until then
     write_events(folder, "start", {"time": 510.0})
     write_events(folder, "sync", sync(4, time=512.0, **blocked))
-    assert read_run(tmp_path).groups["0"].inner_share == 6 / 10
-    rows = dict(describe(read_run(tmp_path)))
+    assert open_run(tmp_path).groups["0"].inner_share == 6 / 10
+    rows = dict(describe(open_run(tmp_path)))
     assert rows["time in inner steps"] == "group 0 60%"
 
 
-def test_the_text_has_bits_agreement_and_traffic(tmp_path):
+def test_the_result_comes_first_in_the_text(tmp_path):
     reference = {"data_parallel_bits_per_byte": 3.1}
-    rows = dict(describe(read_run(write_run(tmp_path, evaluation=BITS | reference))))
-    assert rows["held-out bits per byte"] == (
-        "3.200   (data parallel 3.100, unigram 4.700, uniform 8.000)"
-    )
-    assert rows["global parameters"] == "equal in 2 groups after 8 outer steps: abababab"
-    # Eight syncs of one of two fragments of 4000 bytes, against both of them 40 times.
-    sent = "32 kB in 8 syncs; data parallel: 320 kB in 40 inner steps (10 times as much)"
-    assert rows["sent by each group"] == sent
+    cosines = {"diloco/momentum_cosine": 0.25, "diloco/group_cosine": 0.5}
+    syncs = [sync(step, ranks=2, **cosines) for step in range(1, 9)]
+    run_dir = write_run(tmp_path, syncs, evaluation=BITS | reference)
+    for at in (0.0, 9.0):
+        write_events(run_dir / "replica_1", "start", {"time": at, "started": at})
+    write_events(run_dir / "replica_1", "end", {"outer_steps": 8, "global_digest": "ab" * 32})
+    # Eight syncs of one of two fragments of 4000 bytes of each rank, against both of them 40 times.
+    assert describe(open_run(run_dir))[:4] == [
+        ("held-out loss", "2.218 nats per byte: 3.200 bits (data parallel 3.100, unigram 4.700, "
+         "uniform 8.000)"),
+        ("sent by each group",
+         "64 kB in 8 syncs; data parallel: 640 kB in 40 inner steps (10 times as much)"),
+        ("global parameters", "equal in 2 groups after 8 outer steps: abababab"),
+        ("lost and came back", "group 1 1 time"),
+    ]  # fmt: skip
 
 
-def test_all_ranks_bytes_are_counted(tmp_path):
-    syncs = [sync(step) | {"ranks": 2} for step in range(1, 9)]
-    rows = dict(describe(read_run(write_run(tmp_path, syncs))))
-    assert rows["sent by each group"].startswith("64 kB in 8 syncs; data parallel: 640 kB in 40 ")
+@pytest.mark.parametrize(
+    ("momentum", "groups", "verdict"),
+    [
+        (0.27, 0.25, "steady (cosine with the momentum 0.27, between groups 0.25)"),
+        (0.0, 0.95, "overshoots, lower outer_lr or outer_momentum (cosine with the momentum 0.00"),
+        (0.0, 0.1, "no common direction yet (cos"),
+    ],
+)
+def test_the_outer_loop_is_judged_once_there_are_enough_syncs(tmp_path, momentum, groups, verdict):
+    cosines = {"diloco/momentum_cosine": momentum, "diloco/group_cosine": groups}
+    write_events(tmp_path / "replica_0", "sync", *(sync(step, **cosines) for step in range(1, 20)))
+    assert "outer loop" not in dict(describe(open_run(tmp_path)))
+    write_events(tmp_path / "replica_0", "sync", sync(20, **cosines))
+    assert dict(describe(open_run(tmp_path)))["outer loop"].startswith(verdict)
 
 
-def test_a_jobs_own_evaluation_is_shown(tmp_path):
+def test_a_jobs_own_evaluation_is_shown_also_before_its_end(tmp_path):
     evaluation = {"MulticlassAccuracy": 0.86421, "other/CrossEntropy": 1.5}
-    rows = dict(describe(read_run(write_run(tmp_path, evaluation=evaluation))))
-    assert rows["evaluation"] == "MulticlassAccuracy 0.8642, other/CrossEntropy 1.5"
+    text = "MulticlassAccuracy 0.8642, other/CrossEntropy 1.5"
+    rows = describe(open_run(write_run(tmp_path / "ended", evaluation=evaluation)))
+    assert rows[0] == ("evaluation", text)
+    folder = tmp_path / "live" / "replica_0"
+    write_events(folder, "sync", sync(1))
+    write_events(folder, "evaluation", {"batch": 5, "eval": evaluation})
+    assert describe(open_run(tmp_path / "live"))[0] == ("evaluation", text)
+
+
+def test_a_run_is_read_as_plain_values(tmp_path):
+    write_run(tmp_path, evaluation=BITS)
+    settings = DiLoCoSettings(sync_every=10, num_fragments=2, schedule=[ROW])
+    for at in (1.0, 2.0):
+        start = {"time": at, "started": at, "settings": dataclasses.asdict(settings)}
+        write_events(tmp_path / "replica_1", "start", start)
+    write_events(tmp_path / "replica_0", "evaluation", {"time": 3.0, "batch": 40, "eval": BITS})
+    write_events(tmp_path / "replica_1", "error", {"error": "ValueError: no"})
+    run = composer_replication.read_run(tmp_path)
+    assert run.settings == settings
+    assert [group.replica_id for group in run.groups] == ["0", "1"]
+    first, second = run.groups
+    assert (first.syncs, first.inner_steps, first.outer_step) == (8, 40, 8)
+    assert (first.bytes_sent, first.data_parallel_bytes) == (32_000, 320_000)
+    assert (first.final_loss, first.global_digest) == (4.2, "ab" * 32)
+    assert (second.starts, second.errors, second.final_loss) == (2, ["ValueError: no"], None)
+    assert len(run.syncs) == 16 and run.syncs[8]["replica_id"] == "1"
+    assert run.syncs[0].keys() >= {"diloco/outer_step", "diloco/bytes_sent", "loss"}
+    assert run.evaluations == [{"replica_id": "0", "time": 3.0, "batch": 40, **BITS}]
 
 
 def test_what_the_record_of_samples_lacks_is_told(tmp_path):
-    run = read_run(write_run(tmp_path))
+    run = open_run(write_run(tmp_path))
     assert "samples" not in dict(describe(run)) and write_summary(run, {})["samples_gap"] is None
     gap = {"outer_step": 6, "samples": 312}
     (tmp_path / "page.json").write_text(json.dumps({"samples_gap": gap}))
@@ -92,7 +139,7 @@ def test_what_the_record_of_samples_lacks_is_told(tmp_path):
 
 
 def test_different_digests_are_told_apart(tmp_path):
-    rows = dict(describe(read_run(write_run(tmp_path, digests=("ab", "cd")))))
+    rows = dict(describe(open_run(write_run(tmp_path, digests=("ab", "cd")))))
     assert rows["global parameters"].startswith("DIFFERENT: group 0 abababab (8 outer steps), gr")
 
 
@@ -104,14 +151,14 @@ def test_buffers_in_which_models_differ_are_named(tmp_path, own):
             own = {"own_buffers": own["own_buffers"] | {"mean": digest}}
         end = {"outer_steps": 8, "global_digest": "ab" * 32} | own
         write_events(run_dir / f"replica_{replica_id}", "end", end)
-    run, names = read_run(run_dir), ["mean"] if own else []
+    run, names = open_run(run_dir), ["mean"] if own else []
     assert write_summary(run, restarts={})["differing_buffers"] == names
     text = "DIFFERENT, by sync_buffers=none: the models differ in mean" if own else None
     assert dict(describe(run)).get("buffers") == text
 
 
 def test_the_summary_has_every_group(tmp_path):
-    run = read_run(write_run(tmp_path, evaluation=BITS))
+    run = open_run(write_run(tmp_path, evaluation=BITS))
     summary = write_summary(run, restarts={"1": 2})
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     assert summary["outer_steps"] == 8 and summary["eval"] == BITS
@@ -123,19 +170,19 @@ def test_an_end_of_before_is_not_that_of_a_run_that_is_continued(tmp_path):
     write_run(tmp_path, evaluation=BITS)
     write_events(tmp_path / "replica_0", "continued", {"time": 60.0})
     write_events(tmp_path / "replica_1", "start", {"time": 70.0})
-    run = read_run(tmp_path)
+    run = open_run(tmp_path)
     assert run.results == {} and len(run.groups["0"]) == 8
     for steps, bits in ((9, {}), (9, {"bits_per_byte": 3.0})):  # evaluated after its end
         end = {"outer_steps": steps, "global_digest": "ef" * 32, "eval": bits}
         write_events(tmp_path / "replica_0", "end", end | {"time": 80.0})
-    assert read_run(tmp_path).results == {"0": end}
+    assert open_run(tmp_path).results == {"0": end}
 
 
 def test_errors_and_rejections_are_told(tmp_path):
     write_run(tmp_path)
     write_events(tmp_path / "replica_0", "rejection", {"error": "sync_every=3"})
     write_events(tmp_path / "replica_1", "error", {"error": "ValueError: no"})
-    texts = [text for name, text in describe(read_run(tmp_path)) if name == "error"]
+    texts = [text for name, text in describe(open_run(tmp_path)) if name == "error"]
     assert texts == ["group 0: sync_every=3", "group 1: ValueError: no"]
 
 
@@ -148,12 +195,12 @@ def test_errors_and_rejections_are_told(tmp_path):
 )
 def test_a_folder_without_a_run_is_refused(tmp_path, name, message):
     with pytest.raises(FileNotFoundError, match=message):
-        read_run(tmp_path / name)
+        open_run(tmp_path / name)
 
 
 def test_a_run_without_a_sync_has_nothing_to_tell(tmp_path):
     with pytest.raises(ValueError, match="no committed sync.*after sync_every inner steps"):
-        describe(read_run(write_run(tmp_path, syncs=[])))
+        describe(open_run(write_run(tmp_path, syncs=[])))
 
 
 def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):
@@ -171,7 +218,7 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
     write_run(tmp_path)
     with (tmp_path / "replica_1" / "events.jsonl").open("ab") as file:
         file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n" + b'{"event": "sync", "ti')
-    run = read_run(tmp_path)
+    run = open_run(tmp_path)
     assert list(run.results) == ["0", "1"] and len(run.groups["1"]) == 8
     assert dict(describe(run))["damaged"] == "3 lines of replica_1/events.jsonl left out"
 
