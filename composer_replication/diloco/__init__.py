@@ -1,5 +1,5 @@
-"""DiLoCo and Streaming DiLoCo, exact, on torchft's schedule and commit votes.
+"""DiLoCo and Streaming DiLoCo on torchft's schedule and commit votes.
 
-``algorithm.DiLoCo`` is the way in, and the file to read first. This package knows torch and
+Read ``algorithm.py`` first: its ``DiLoCo`` is the public class. This package knows torch and
 torchft, and imports nothing else of ours: no Composer, no YAML, no HTTP.
 """

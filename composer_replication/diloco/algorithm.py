@@ -1,4 +1,4 @@
-"""DiLoCo, exact where torchft's is not, on torchft's schedule, streams and commit votes."""
+"""DiLoCo with fp32 global parameters and retries, on torchft's schedule and commit votes."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     5. phi_i = alpha phi_i + (1 - alpha) theta                         (``write_back``)
 
     DiLoCo: arXiv 2311.08105, alg. 1. Streaming: arXiv 2501.18512, alg. 2, where the fragments take
-    turns within a round and 4-5 come ``fragment_sync_delay`` inner steps after 2-3. When to do
-    which, and on which stream, is torchft's (``torchft/local_sgd.py``, ``_step_post_hook``). Steps
-    2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until they commit. What torchft
-    lacks is there: global parameters in fp32 that the outer optimizer owns, weights in the mean, a
-    join before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
+    turns within a round and steps 4 and 5 come ``fragment_sync_delay`` inner steps after steps 2
+    and 3. torchft decides when each step runs, and on which stream (``torchft/local_sgd.py``,
+    ``_step_post_hook``). Steps 2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until
+    they commit. They add what torchft lacks: global parameters in fp32 that the outer optimizer
+    owns, weights in the mean, a join before training, a retry that loses no inner step (ADR-005,
+    ADR-006, ADR-008).
 
     Use it as a context manager around training. Entering it joins the other groups, and blocks
     until they are connected. Leaving it removes the hooks from the inner optimizer.
@@ -73,7 +74,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         manager, model = arguments.manager, arguments.model_fragments
         super().__init__(
             cast(Manager, manager),
-            [nn.Module() for _ in owned],  # torchft's own fragments stay empty; ours replace them
+            [nn.Module() for _ in owned],  # torchft's fragments stay empty; ours replace them
             arguments.inner_optimizer,
             [global_parameters.optimizer for global_parameters in owned],
             settings.sync_every,
@@ -92,12 +93,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer = OuterLoop(
             cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch
         )
-        self._fragments = cast(Any, [self._outer])  # whichever fragment has its turn
+        self._fragments = cast(Any, [self._outer])  # it syncs the fragment whose turn it is
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
 
-    # ---- the schedule is torchft's; behind it, the retry ------------------------------------
+    # ---- torchft's schedule, and then the retry ----------------------------------------------
 
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
@@ -108,7 +109,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             return
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
-            # torch's GradScaler lets a fused optimizer's step run, and do nothing.
+            # torch's GradScaler lets a fused optimizer's step run, and do nothing. torchft's
+            # pre-hook has locked the state, and its post-hook, which unlocks it, is not called.
             self._manager.allow_state_dict_read()
             self.forget_counted()
             return
@@ -119,7 +121,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         counted = self._local_step
         with self._outer.clock.blocking():
             if counted + 1 == self._sync_every and self._outer.is_unsent:
-                # torchft's hook sends only at one inner step of a round, which has passed.
+                # torchft's hook sends at one fixed inner step. After a resume past it we send here.
                 self._manager.allow_state_dict_read()
                 self._outer.send()
             super()._step_post_hook(*step)
@@ -186,7 +188,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer.finish()
         self._local_step = 0
 
-    # ---- what training tells ----------------------------------------------------------------
+    # ---- what the training loop reports -----------------------------------------------------
 
     def count_samples(self, num_samples: int) -> None:
         """Add to the number of samples that the next inner step trains on.
@@ -214,13 +216,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._samples = 0
 
     def note_batch(self, batch: Any) -> None:
-        """Note what the next inner step trains on: groups that train on equal samples are found.
+        """Note the samples of the next inner step, to find groups that train on equal ones.
 
-        Groups compare a digest of their first batches at their first sync, and the report of that
-        sync has the result. Every later call does nothing.
+        The groups compare digests of their first batches at their first sync, and
+        ``SyncReport.equal_samples`` of that sync has the result. Later calls do nothing.
 
         Args:
-            batch: Of this rank: tensors in any containers.
+            batch: This rank's batch: tensors in any containers.
         """
         batches = self._outer.peer_table.first_batches
         if batches is not None and len(batches) < NUM_BATCHES and not self._arguments.same_samples:
@@ -229,7 +231,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.
 
-        If all groups announce it, their last sync ends the run. Otherwise one more sync is needed
+        If all groups announce it, their last sync ends the run. Otherwise they need one more sync
         to find out that no group has anything to send.
         """
         self._outer.ends_with_next_step = True
@@ -254,8 +256,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
         Call it in all groups after an average has replaced the local parameters, for example when
         Composer's SWA loads its average into the model. The global parameters become the plain mean
-        of the local ones (outer learning rate 1, no momentum), and the outer momentum is reset. One
-        group of a sync that has called it is enough for all of them.
+        of the local ones (outer learning rate 1, no momentum), and the outer momentum is reset. If
+        one group of a sync has called it, it holds for all of them.
         """
         self._outer.peer_table.is_over = False  # there is more to send, even after the last step
         for fragment in self._outer.fragments:
@@ -289,7 +291,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     @property
     def has_unsynced_steps(self) -> bool:
-        """Whether a fragment has inner steps that no sync has brought in."""
+        """Whether a fragment has inner steps that are not in the global parameters yet."""
         return any(fragment.unsynced.has_more for fragment in self._outer.fragments)
 
     @property
@@ -316,8 +318,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def global_digest(self) -> str:
         """SHA-256, in hex, over the bytes of ``global_parameters`` in the order of their names.
 
-        Every rank of the group has to call it. Under FSDP2 it is one over the digests of all ranks'
-        shards.
+        Every rank of the group has to call it. Under FSDP2 it is the SHA-256 over the digests of
+        all ranks' shards.
         """
         return self._state.digest()
 
@@ -330,8 +332,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Every rank of the group has to call it.
 
         Args:
-            copies: Whether to copy the tensors. Without copies, the state has to be written before
-                the next inner step; that saves host memory of twice the model's size.
+            copies: Whether to copy the tensors. Without copies, write the state before the next
+                inner step; that saves host memory of twice the model's size.
         """
         return saved_state(self._outer, copies=copies) | {"local_step": self._local_step}
 

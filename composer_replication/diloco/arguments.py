@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a replica group trains, and with what.
+    """The model of a replica group, its optimizers and its manager.
 
     Args:
         manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.

@@ -20,8 +20,8 @@ def has_mean(buffer: Tensor) -> bool:
 class CopiedBuffers:
     """The buffers of a fragment that every group copies from the first group of each sync.
 
-    Their bytes travel as a message of their own, beside those of the mean: a sum to which all other
-    groups add zeros. A model without such buffers sends no such message.
+    Their bytes travel as one message beside those of the mean: a sum to which all other groups add
+    zeros. A model without such buffers sends no such message.
 
     Args:
         live: The model's buffers by name.
@@ -44,8 +44,8 @@ class CopiedBuffers:
         Args:
             manager: In a quorum.
             device: Where the message is summed.
-            own: This group's values, which all groups take over if it is the first one. None: it
-                has not trained, and sends the global values again.
+            own: This group's values, which all groups take over if it is the first one of the
+                quorum. None: it has not trained, and sends the global values again.
         """
         if not self.live:
             return []
@@ -57,7 +57,7 @@ class CopiedBuffers:
         return [manager.allreduce(self._message, reduce_op=ReduceOp.SUM)]  # pyright: ignore[reportArgumentType]
 
     def take(self) -> None:
-        """After the vote: what was sent last is global, and in the model."""
+        """After the vote: what was sent last becomes global, and is written into the model."""
         sizes = [value.nbytes for value in self.values.values()]
         for value, part in zip(self.values.values(), self._message.split(sizes), strict=True):
             value.copy_(part.clone().view(value.dtype).view(value.shape))

@@ -1,4 +1,4 @@
-"""Digests of samples, by which replica groups find that they train on equal ones."""
+"""Digests of samples, with which replica groups find that they train on the same ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 NUM_BATCHES = 4
-"""How many batches of a group are compared, of those before its first sync: what it reads later is
-not at the same position as what the others read. One alone may be equal by chance, if it is a
-single sample of a small dataset."""
+"""How many of a group's first batches are compared, all before its first sync: later the groups are
+at different positions. One batch alone may be equal by chance, if it is a single sample of a small
+dataset."""
 
 MAX_NUMBERS = 2**20
-"""The numbers of a tensor that count, so that little is copied from an accelerator."""
+"""How many numbers of a tensor are compared, so that little is copied from an accelerator."""
 
 
 def digest_of(samples: Any) -> str:
@@ -33,8 +33,9 @@ def digest_of(samples: Any) -> str:
     digest = hashlib.sha256()
     file: Any = SimpleNamespace(write=digest.update)
     writer = _ContentWriter(file, protocol=4)
-    writer.fast = True  # by content alone, whatever is the same object
-    with contextlib.suppress(Exception):  # of any class: what cannot be pickled is not compared
+    writer.fast = True  # by content alone: not by which parts are the same object
+    # Pickling raises errors of any class; what cannot be pickled is not compared.
+    with contextlib.suppress(Exception):
         writer.dump(samples)
         return digest.hexdigest()
     return ""

@@ -1,4 +1,4 @@
-"""Keeps an error in what only shows something from ending a training. Imports no torch."""
+"""Keeps an error in output, such as a progress bar, from ending a training. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _logged: set[str] = set()
 
 @contextmanager
 def fence(what: str) -> Iterator[None]:
-    """A context, or a decorator, that ends at an error, and raises none.
+    """A context, or a decorator, that logs an error instead of raising it.
 
     It is for what only shows how a training goes: progress bars, log lines, pages, events, metrics.
     A full disk, a closed stdout or an error in a user's logger then costs that output alone. The
     first error is one line in the log.
 
-    Nothing that others wait for, such as a collective, may be inside: an error on one rank would
-    leave the other ranks waiting in it.
+    Nothing that other ranks wait for, such as a collective, may be inside: after an error on one
+    rank the others would wait in it for ever.
 
     Args:
         what: What is shown, for the line in the log.

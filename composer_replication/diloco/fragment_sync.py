@@ -1,4 +1,4 @@
-"""One fragment's sync: torchft's sequence and streams, over global parameters of our own."""
+"""The sync of one fragment: torchft's sequence and streams over our own global parameters."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ USUAL = 5
 class FragmentSync(_StreamingDiLoCoFragment):
     """Synchronises one fragment (torchft ``local_sgd.py``, ``_StreamingDiLoCoFragment``).
 
-    torchft's ``prepare_sync`` and ``perform_sync`` run unchanged: streams, events, the order of
-    allreduce, vote and outer step are theirs. They are given an empty module, so that torchft
-    backs up and restores nothing, and call these instead:
+    torchft's ``prepare_sync`` and ``perform_sync`` run unchanged, with their streams, events and
+    order of allreduce, vote and outer step. They get an empty module, so that torchft backs up and
+    restores nothing, and call these methods:
 
     * ``_save_grads``: compute the pseudo-gradient and pack it, weighted by the contribution;
     * ``_average_grads``: start the allreduces;
     * ``_set_grads``, after the commit vote: take the outer step and write the global parameters
       back into the model, while they are in cache; the step of the outer optimizer that torchft
       takes next finds no gradients;
-    * ``_merge_parameters``: nothing is left to do.
+    * ``_merge_parameters``: writes back if there was no outer step.
 
     Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
     tried again.
@@ -92,12 +92,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean = make_mean(
             global_parameters.share,
             self.device,
-            not global_parameters.is_shared,  # else theta is gathered, once it has moved
+            # With shares theta is gathered instead, after it has moved.
+            not global_parameters.is_shared,
             settings.wire_format,
         )
         self._staging: Tensor | None = None
         if self.device.type == "cpu" and model_device.type != "cpu":
-            self._staging = torch.empty(CHUNK, pin_memory=True)  # on the way from the accelerator
+            # Parameters pass through it on the way from the accelerator.
+            self._staging = torch.empty(CHUNK, pin_memory=True)
         self.unsynced = Unsynced(settings.weight_by)
         self._has_too_few = False
         self._copied: list[Tensor] | None = None
@@ -106,7 +108,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = 0.0
         self.committed = False
         self.synced_samples = SyncedSamples(0, 0, 0)
-        """How much of this group's samples is in the model once the sync that was sent last has
+        """How much of this group's samples will be in the model once the last sync that it sent has
         committed."""
 
     # ---- a sync, in the order of torchft ---------------------------------------------------------
@@ -114,11 +116,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def prepare_sync(self) -> None:
         """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait.
 
-        With fewer than ``min_replica_size`` groups in the quorum it computes nothing and sends the
-        table alone, since the vote will fail: groups that wait for others would send all their
-        parameters at each attempt. All ranks and groups decide alike, by the number of groups in
-        the quorum, which all of them see. A group with another ``min_replica_size`` finds that out
-        by the table.
+        With fewer than ``min_replica_size`` groups in the quorum it sends the table alone, since
+        the vote will fail: groups that wait for others would send all their parameters at each
+        attempt. All ranks and groups decide alike, by the number of groups in the quorum, which all
+        of them see.
         """
         self.committed = False
         self._allreduce_work = []  # of an attempt that failed
@@ -130,7 +131,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             raise
 
     def abandon(self) -> None:
-        """Forget the sync in flight: nobody waits for its mean, its memory is not used again."""
+        """Forget the sync in flight: its mean is not awaited, and its memory is not used again."""
         self._allreduce_work = []
         self.mean.abandon()
         self.unsynced.packed = Packed()
@@ -138,10 +139,11 @@ class FragmentSync(_StreamingDiLoCoFragment):
     def _save_grads(self) -> None:
         if self._has_too_few:
             return
+        # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self.unsynced.packed = self._pack()
         frozen, share = set(packed.frozen), self.globals.share
-        # An average is sent as it is, without what rounding has kept back before.
+        # An average is sent as it is, without the rounding errors of earlier syncs.
         self.mean.forget_residual(None if packed.is_replacing else frozen)
         local = packed.local or self.local()
         averaged, copied = self.globals.divide(local)
@@ -153,7 +155,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
         self._copied = copied if self.mean.contribution else None
         if not self._peer_table.is_joining:
-            self.unsynced.unsent = None  # if this attempt fails, the next one computes a new one
+            self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
 
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
         if local.device != into.device:
@@ -164,7 +166,8 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def _average_grads(self) -> None:
         # The table is sent first, because a quantized mean sends more messages after the first ones
-        # have arrived. It is waited for last.
+        # have arrived, and all groups must start their collectives in one order. It is awaited
+        # last.
         self.synced_samples = self._state.ledger.send(
             self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
         )
@@ -173,19 +176,19 @@ class FragmentSync(_StreamingDiLoCoFragment):
         manager = cast(DiLoCoManager, self._manager)
         means = []
         if not self._has_too_few:
-            # Before the mean, since a quantized one starts collectives from a thread.
+            # Before the mean, since a quantized one starts collectives on a thread of its own.
             means += self.globals.copied.send(manager, self.device, self._copied)
-            if not gathers(manager):  # else the messages are gathered once the table has come
+            if not gathers(manager):  # otherwise they are gathered once the table has arrived
                 means += self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
     def leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
 
-        A collective of the group's ranks, each of which has seen a part of the messages.
+        It is a collective of the group's ranks, each of which has seen a part of the messages.
 
         Args:
-            sound: What the groups say about themselves, by rank in the quorum, if that is sound.
+            sound: The metrics of the groups whose rows are valid, by rank in the quorum.
 
         Returns:
             The ranks left out.
@@ -197,7 +200,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             unsound = self.mean.find_unsound(manager, sound)
         found = (float(rank in unsound) for rank in range(manager.num_participants()))
         left_out = {rank for rank, part in enumerate(self.globals.mean_over_ranks(*found)) if part}
-        self._copies_first = 0 not in left_out  # whose buffers all groups copy
+        self._copies_first = 0 not in left_out  # all groups copy the buffers of the first group
         if not manager.errored():
             kept = {rank: group for rank, group in sound.items() if rank not in left_out}
             self.mean.sum_sound(manager, kept)
@@ -213,7 +216,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         try:
             self.committed = super().perform_sync()
         except BaseException as error:
-            if self.is_in_flight:  # not yet at the vote
+            if self.is_in_flight:  # it failed before the vote
                 self._report(error)
             raise
         self.unsynced.packed.local = None  # no longer in flight
@@ -237,7 +240,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.globals.write_back(self._write_back_alpha)
 
     def _report(self, error: BaseException) -> None:
-        """Report an error of this group, or Ctrl-C: else peers wait for it until their timeout."""
+        """Report an error of this group, or Ctrl-C: peers would wait for it until their timeout."""
         self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
@@ -257,7 +260,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         return [local_tensor(tensor) for tensor in self._local]
 
     def _landing(self, local: Tensor, into: Tensor) -> Tensor:
-        """Return the memory that local parameters on another device are copied to."""
+        """Return host memory to copy local parameters of an accelerator to."""
         if self._staging is None:
             return into
         staging = self._staging.view(local.dtype)
@@ -268,13 +271,13 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self._peer_table.is_joining:
             return 0.0
         if self.unsynced.replaces_global and not self.unsynced.packed.is_replacing:
-            return 1.0  # the sync in flight must not change the average that came meanwhile
+            return 1.0  # an average has been put into the model since this sync was sent: keep it
         return self._settings.fragment_update_alpha
 
     # ---- between syncs ---------------------------------------------------------------------------
 
     def discard_synced_steps(self) -> None:
-        """Discard the inner steps that the committed sync has brought into the global parameters.
+        """Forget the inner steps that the committed sync has brought into the global parameters.
 
         A join without an outer step changes nothing.
         """
@@ -290,15 +293,15 @@ class FragmentSync(_StreamingDiLoCoFragment):
         )
 
     def take_global(self) -> None:
-        """Continue from the global parameters: nothing trained here since the last sync stays.
+        """Continue from the global parameters, and drop what was trained here since the last sync.
 
-        With shares a collective of the group's ranks.
+        With shares it is a collective of the group's ranks.
         """
         self.globals.write_back()
         self.forget_local()
 
     def forget_local(self) -> None:
-        """What has been trained here since the last sync is none of this group's to send."""
+        """Send nothing of what this group has trained since the last sync."""
         self.unsynced.forget()
         self.mean.forget_residual()
 
@@ -318,7 +321,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
 
 def _unrounded(theta: Tensor, local: Tensor) -> Tensor:
-    """Global parameters from which a frozen tensor of fewer bits differs by no rounding."""
+    """Take a frozen tensor's value where it is the rounded global one, so that they are equal."""
     if local.dtype == theta.dtype:
         return theta
     rounded = theta.to(device=local.device, dtype=local.dtype)

@@ -39,7 +39,8 @@ def split_model(
             them. Their parameters are then called ``<fragment>.<name>``.
         num_fragments: Number of fragments to cut a single module into, at block boundaries, see
             ``cut_at_blocks``.
-        fragment_patterns: Instead of it: the shell patterns over parameter names of each fragment.
+        fragment_patterns: Instead of ``num_fragments``: the shell patterns over parameter names of
+            each fragment.
         also_synced: Names of frozen parameters that are in a fragment nevertheless.
 
     Returns:
@@ -196,7 +197,7 @@ def _by_patterns(
 
 
 def _first_match(names: Sequence[str], entries: Sequence[Sequence[str]]) -> int | None:
-    """The first entry that matches the first name, else the first that matches the next one."""
+    """Return the first entry that matches a name; the first names come first."""
     for name in names:
         for index, entry in enumerate(entries):
             if any(fnmatchcase(name, pattern) for pattern in entry):
@@ -213,7 +214,7 @@ def as_peft_writes(name: str) -> str:
 
 
 def listed(names: Sequence[str], limit: int = 6) -> str:
-    """The names for a message, and how many more there are."""
+    """Return the first names for a message, and how many more there are."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -251,7 +252,7 @@ def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Opt
 
 
 class WatchedModel:
-    """What a model has outside the fragments, and what it may do to what they synchronise.
+    """Watches a model for changes that no sync would reach.
 
     Args:
         model_fragments: The model, or one module per fragment.

@@ -1,4 +1,4 @@
-"""The global parameters of a fragment: what the outer optimizer moves, and only it."""
+"""The global parameters of a fragment, which only the outer optimizer moves."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ class GlobalParameters:
     """The global parameters of one fragment (theta, fp32) and the outer optimizer that owns them.
 
     The optimizer is built over *these* tensors and never over the model's, so it cannot step
-    another fragment, decay a frozen weight, round to bf16, or clear the model's ``p.grad``.
+    another fragment, decay a frozen weight, round to bf16, or clear the model's ``p.grad``
+    (ADR-005).
 
-    Under DDP each rank holds and steps only its share of them, if the outer optimizer is DiLoCo's:
-    what SGD does to an element depends on no other. Any other one gets whole tensors on all ranks.
+    Under DDP each rank holds and steps only its share of them, if the outer optimizer is DiLoCo's
+    SGD, which treats each element by itself. Any other optimizer gets whole tensors on all ranks
+    (ADR-026).
 
     Args:
         parameters: The fragment's parameters in the model, of any floating dtype and device.
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
-        buffers: Buffers that are synchronised with them: those that have a mean become the mean,
-            the others are ``copied``.
-        shards_of: Gives what this rank has of the tensors.
+        buffers: Buffers that are synchronised with them. Those that have a mean are averaged, the
+            others are ``copied``.
+        shards_of: Returns the ``Shards`` of tensors: what this rank has of them.
 
     Attributes:
         share: What this rank averages with other groups.
         shards: What it holds of the global parameters.
-        flat: All that it holds, one after the other, fp32. ``theta`` has the views.
+        flat: All that it holds, 1-D fp32, one tensor after the other. ``theta`` has the views.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
@@ -62,10 +64,12 @@ class GlobalParameters:
         held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
         self.share = self.shards = shards_of(self.local.values())
+        # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
         if self.share.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
             self.shards = Shards(held.values())
         # Pinned, copies to an accelerator run beside its kernels.
         pin = backup_device.type == "cpu" and torch.accelerator.is_available()
+        # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
         self.flat = torch.empty(
             sum(self.shards.sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
         )
@@ -75,9 +79,9 @@ class GlobalParameters:
         self.theta = dict(zip(held, views, strict=True))
         owned = [self.theta[name] for name in parameters]
         self._momentum_norm: float | None = None
-        """Of this rank's buffers, as of the last outer step; None if it was not computed in it."""
+        """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
-        """Of this rank, in the last outer step; ``momentum`` is in ``_momentum_norm``."""
+        """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
         self._buffers = frozenset(averaged)
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -98,26 +102,29 @@ class GlobalParameters:
     def take_outer_step(
         self, mean: WeightedMean, alpha: float = 0.0, *, replaces: bool = False
     ) -> None:
-        """Move the global parameters by the mean pseudo-gradient, and ``write_back``.
+        """Move the global parameters by the mean pseudo-gradient, and write them into the model.
 
-        Buffers take theirs at once: global minus the mean of (global minus local) is the mean, and
-        a buffer that is a constant stays bitwise identical. A tensor whose mean is exactly 0 is not
-        moved and forgets its momentum: that is one which all groups have frozen, since a frozen
-        tensor becomes the global one in each sync, whatever alpha is.
+        Buffers become the mean of the local ones: global minus the mean of (global minus local). A
+        buffer that is constant stays bitwise identical. A tensor whose mean pseudo-gradient is
+        exactly 0 is not moved and forgets its momentum: all groups have frozen it (ADR-022).
 
         Args:
-            mean: After ``finish``, over the tensors in the order of ``theta``. It is used up.
+            mean: The mean after ``finish``, over the tensors in the order of ``theta``. Its memory
+                is overwritten.
             alpha: See ``write_back``.
-            replaces: Whether all tensors take theirs at once, since an average is to be global.
+            replaces: Whether all tensors become the mean of the local ones, as buffers do, because
+                an average is to be global.
         """
         taken = self.theta if replaces else self._buffers
         plain = {index for index, name in enumerate(self.theta) if name in taken}
         unmoved = self._unmoved(mean) - plain
         for index, theta in enumerate(self.theta.values()):
+            # Old momentum would move the tensor once its pseudo-gradient is not 0 any more.
             if index in plain | unmoved and self.optimizer.state.pop(theta, None):
                 self._momentum_norm = None
         is_plain = is_plain_sgd(self.optimizer)
         decay = float(self.optimizer.param_groups[0]["momentum"]) if is_plain else 0.0
+        # The momentum's norm before the step gives momentum_cosine without a pass over memory.
         before = self._own_momentum_norm() if decay else 0.0
         if mean.device.type == self.flat.device.type == "cpu" and is_plain:
             norms = self._descend(mean, plain, unmoved, alpha)
@@ -131,10 +138,10 @@ class GlobalParameters:
 
     def _unmoved(self, mean: WeightedMean) -> set[int]:
         """The tensors whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
-        if mean.device.type == "cpu":  # nearly always the first numbers tell
+        if mean.device.type == "cpu":  # in nearly all tensors one of the first numbers is not 0
             moved = [bool(each[:64].any() or each.any()) for each in mean.sums()]
             parts = torch.tensor(moved, dtype=torch.float64)
-        else:  # asked once for all tensors, since an accelerator is waited for
+        else:  # one question for all tensors: each waits for the accelerator
             parts = torch.stack([each.any() for each in mean.sums()]).double()
         parts = self.shards.sum(parts).tolist()
         return {index for index, part in enumerate(parts) if not part}
@@ -147,7 +154,7 @@ class GlobalParameters:
     def _descend(
         self, mean: WeightedMean, plain: Collection[int], unmoved: Collection[int], alpha: float
     ) -> StepNorms:
-        """Torch's outer step; and the way back of what is whole, while a chunk is in cache."""
+        """Take torch's outer step in chunks, and write each chunk back while it is in cache."""
         step, frozen = SGDStep(self.optimizer, mean.divisor), set(self.frozen())
         momenta, stepped, still = ([torch.zeros(())] for _ in range(3))  # squares of norms
         for index, (theta, parameter, sums) in enumerate(
@@ -157,13 +164,14 @@ class GlobalParameters:
             chunk, into, local = CHUNK, (), local_tensor(parameter)
             if not self.is_shared and local.is_contiguous():
                 into = chunks_of(local.view(-1), chunk)
-            elif not self.is_shared:  # scattered, and written back at once
+            elif not self.is_shared:  # scattered in memory: written back as a whole
                 chunk, into = max(1, theta.numel()), (local,)
             flats = [theta.detach().view(-1), sums]
             if is_stepped and step.momentum:
                 flats.append(self._momentum_of(index, theta).view(-1))
             parts = zip(*(chunks_of(each, chunk) for each in flats), strict=True)
             for own, (part, total, *momentum) in itertools.zip_longest(into, parts):
+                # Before the step, which overwrites the sums.
                 square = self.shards.own_part(torch.dot(total, total), index)
                 (stepped if is_stepped else still).append(square)
                 if is_stepped:
@@ -202,9 +210,9 @@ class GlobalParameters:
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
-        """``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
+        """Set ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
 
-        A collective of the ranks, if they share.
+        With shares it is a collective of the ranks.
         """
         self._write_back(alpha, map(self.whole, self.theta))
         self.copied.write_back()
@@ -216,7 +224,7 @@ class GlobalParameters:
             _mix(local_tensor(parameter), theta, 0.0 if index in frozen else alpha)
 
     def _gather(self, mean: WeightedMean) -> list[Tensor]:
-        """All of each tensor, in the memory of a mean that is used up."""
+        """Gather all of each tensor, in the memory of a mean that is no longer needed."""
         mean.flat[self.share.start :][: self.flat.numel()] = self.flat
         self.share.gather(mean.flat)
         return self.whole_views(mean.flat)
@@ -258,11 +266,11 @@ class GlobalParameters:
         return theta if self.is_shared else self.share.own(theta)
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
-        """All of a global tensor: itself, or gathered by a collective if it is shared.
+        """Return all of a global tensor. If ranks share it, this gathers it: a collective.
 
         Args:
-            name: Of the parameter or buffer.
-            part: What this rank has of another tensor like it, to be gathered instead.
+            name: The name of the parameter or buffer.
+            part: This rank's part of another tensor of that shape, to gather instead.
         """
         if name in self.copied.values:
             return self.copied.values[name]
@@ -291,7 +299,7 @@ class GlobalParameters:
 
     @functools.cached_property
     def momenta(self) -> list[Tensor]:
-        """Where the momentum of each tensor is kept: in one buffer, as the tensors are."""
+        """The momentum of each tensor: views of one buffer, like ``theta``."""
         return self.views(torch.empty_like(self.flat, pin_memory=False))
 
     def _momentum_of(self, index: int, theta: nn.Parameter) -> Tensor:
@@ -309,13 +317,14 @@ class GlobalParameters:
         """
         self.flat, self.momenta = flat, self.views(momentum)
         for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
+            # The optimizer holds these Parameters, so their memory is replaced, and not they.
             parameter.data = view
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
-        """Load what the optimizer of another group has returned, of which nothing is kept.
+        """Load the state of another group's outer optimizer. Its tensors are copied.
 
-        The momentum is in ``momenta`` already: what a peer has sent may be in memory that is
-        written again.
+        The momentum has been copied to ``momenta`` before. What a peer has sent may be in memory
+        that is written again.
         """
         self.optimizer.load_state_dict(state_dict)
         self._momentum_norm = None
@@ -330,8 +339,8 @@ class GlobalParameters:
     def follow(self, lr: float, momentum: float, nesterov: bool) -> None:
         """Take the next outer steps with these numbers, as a row of the schedule says.
 
-        The momentum buffers stay. Momentum 0 forgets them: no outer step would change them, and
-        when momentum comes back they would be as old as that. A checkpoint does not have them.
+        The momentum buffers stay. Momentum 0 drops them: no outer step would change them until
+        momentum comes back, and groups that resume from a checkpoint would lack them.
         """
         for group in self.optimizer.param_groups:
             group.update(lr=lr, momentum=momentum, nesterov=nesterov)
@@ -341,7 +350,8 @@ class GlobalParameters:
     def step_norms(self) -> StepNorms:
         """The norms of the last outer step; the momentum's is 0 before the first one.
 
-        Over all shards or shares of the group, if it has such; then a collective of its ranks.
+        They are over all shards or shares of the group, if it has any: then it is a collective of
+        its ranks.
         """
         *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
         return StepNorms._make([*self.shards.norms(own), decay])
@@ -362,7 +372,7 @@ def _root(squares: list[Tensor]) -> float:
 
 
 def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
-    if alpha == 0.0:  # not lerp: 0 * nan is nan, and a sick replica would never recover
+    if alpha == 0.0:  # not lerp: 0 * nan is nan, so a replica with NaN would never recover
         local.copy_(theta)
     else:
         local.copy_(theta.to(local.device).lerp(local.float(), alpha))

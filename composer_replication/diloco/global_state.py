@@ -35,8 +35,8 @@ class GlobalState:
 
     Args:
         fragments: The global parameters of each fragment.
-        fingerprint: The settings and the model, as plain containers.
-        settings: The run's settings, of which the schedule is followed.
+        fingerprint: The settings and the model, as plain containers, compared with other groups'.
+        settings: The run's settings, for the schedule.
     """
 
     def __init__(
@@ -51,7 +51,8 @@ class GlobalState:
         self._num_changes = 0
         self._digests: tuple[Hashable, list[str]] = None, []
         self._staged: tuple[object, list[Staged], list[str]]
-        """A state of another group, which a quorum may heal from; its copy, and its digests."""
+        """A state that was fetched from another group, its copy, and the digests of its
+        fragments."""
         self.forget_staged()
         self.fingerprint = fingerprint
         self.outer_step = 0
@@ -63,8 +64,7 @@ class GlobalState:
     def parameters(self) -> Mapping[str, Tensor]:
         """The global parameters and buffers by name; the tensors themselves, not copies.
 
-        Where each rank holds a share a tensor is gathered whenever it is looked up, by a collective
-        of them.
+        Where each rank holds a share, a look-up gathers the tensor: a collective of the ranks.
         """
         homes = {name: fragment for fragment in self._fragments for name in fragment.tensors}
         return LookedUp(homes)
@@ -72,22 +72,23 @@ class GlobalState:
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of ``parameters`` in the order of their names.
 
-        With shares a collective of the ranks. Where each rank holds a shard it is one too, and
-        gives the SHA-256 over the digests of the ranks' shards, in the order of the ranks.
+        With shares or shards it is a collective of the ranks. With shards it is the SHA-256 over
+        the digests of the ranks' shards, in the order of the ranks.
         """
         return self._fragments[0].shards.digest(digest_of(self.parameters()))
 
     def fragment_digests(self) -> list[str]:
-        """Of what this rank holds of each fragment alone: no collective.
+        """SHA-256, in hex, of what this rank holds of each fragment. It is no collective.
 
-        They are computed once for a version of the state: a donor has those that it needs in a
-        joiner's quorum since the joiner's download.
+        They are computed once for each version of the state: a donor computes them when a joiner
+        downloads the state, and sends them in the joiner's quorum.
         """
         version = self.version
         if self._digests[0] != version:
             digests = [digest_of(fragment.tensors) for fragment in self._fragments]
             if self.version != version:
-                return digests  # on a thread that serves joiners, and overtaken by an outer step
+                # This is a thread that serves joiners, and an outer step has come between.
+                return digests
             self._digests = version, digests
         return self._digests[1]
 
@@ -130,16 +131,16 @@ class GlobalState:
         return self.state_dict(copies=False)
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """All that this rank holds, in tensors and plain containers; never half an outer step's.
+        """All that this rank holds, in tensors and plain containers; never from half an outer step.
 
         Runs on the threads that serve joiners, so it calls no collective. A joiner's rank takes it
         from the same rank of its donor.
 
         Args:
-            copies: Whether of the tensors, or the tensors themselves.
+            copies: Whether to copy the tensors.
 
         Raises:
-            RuntimeError: An outer step was broken off half way, by Ctrl-C or an error.
+            RuntimeError: An outer step was interrupted half way, by Ctrl-C or an error.
         """
         with self._whole:
             if self._is_in_outer_step:
@@ -156,7 +157,7 @@ class GlobalState:
             }
 
     def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """The same of all ranks: a collective, where each holds a share."""
+        """``state_dict`` of all ranks. With shares it is a collective of them."""
         state = self.state_dict(copies=copies and not self._fragments[0].is_shared)
         pairs = zip(self._fragments, state["fragments"], strict=True)
         return state | {"fragments": [gather(fragment, own) for fragment, own in pairs]}
@@ -168,7 +169,8 @@ class GlobalState:
         Args:
             synced_samples: Of the groups of its sync, which the ledger records.
         """
-        # Without the lock a joiner could be sent parameters of which only a part has moved.
+        # Without the lock a joiner could get parameters of which only a part has moved.
+        # ``end_outer_step`` unlocks it.
         with self.changing():
             self._is_in_outer_step = True
             if self._settings.changes_outer_numbers:
@@ -187,13 +189,13 @@ class GlobalState:
             fragment.follow(*numbers)
 
     def stage(self, state_dict: dict[str, Any]) -> None:
-        """Prepare to ``take_over`` this very object, which then copies and hashes nothing.
+        """Copy and hash another group's state now, so that ``take_over`` of this object need not.
 
-        A joiner does this before its quorum. Nothing changes: there may be no quorum, or one that
-        heals from a later state. Of a state that does not fit nothing is prepared: the quorum says
-        why if that group has other ranks, and ``take_over`` if it has another model.
+        A joiner does this before its quorum, in which all groups wait for it. The state itself does
+        not change: there may be no quorum, or one that heals from a later state. A state that does
+        not fit is ignored here: the quorum or ``take_over`` says why.
         """
-        self.forget_staged()  # before there is another one
+        self.forget_staged()  # frees its memory before the next one is allocated
         saved = state_dict["fragments"]
         try:
             staged = [stage(*pair) for pair in zip(self._fragments, saved, strict=True)]
@@ -202,7 +204,7 @@ class GlobalState:
         self._staged = state_dict, staged, [digest_of(each["theta"]) for each in saved]
 
     def forget_staged(self) -> None:
-        """Give up what ``stage`` has prepared, and its memory."""
+        """Drop what ``stage`` has prepared, and free its memory."""
         self._staged = None, [], []
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
@@ -240,7 +242,8 @@ class GlobalState:
             pairs = zip(self._fragments, state_dict["fragments"], strict=True)
             own = [cut(fragment, saved) for fragment, saved in pairs]
             self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
-            # Peers that resume as well may have another checkpoint of the same outer step: compare.
+            # Peers that also resume may have another checkpoint of the same outer step: compare
+            # digests.
             self.compare_next = True
 
     def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:

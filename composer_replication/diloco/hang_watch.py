@@ -41,9 +41,11 @@ class HangWatch:
 
     BUSY_FACTOR = 5
     BUSY_CPU = 0.2
-    """Processor seconds per second. Heartbeats, and threads that wait for an answer, use less."""
+    """Processor seconds per second above which a process is busy. Heartbeats and waiting threads
+    use less."""
     BUSY_BLOCKS_PER_S = 200
-    """Blocks of 512 bytes read from and written to storage. Log lines cause less traffic."""
+    """Blocks of 512 bytes a second to and from storage above which a process is busy. Logs cause
+    fewer."""
     EXIT_STATUS = 1
 
     def __init__(self, timeout_s: float) -> None:
@@ -63,7 +65,7 @@ class HangWatch:
     def note_progress(self) -> None:
         """Record that something was completed, such as an evaluation batch or a save.
 
-        Cheap enough for every event of a training loop.
+        It is cheap enough for every event of a training loop.
         """
         self._progress_at = time.monotonic()
 
@@ -186,7 +188,7 @@ class SyncClock:
         self._hang_watch.note_progress()
 
     def read(self) -> SyncSeconds:
-        """Return where the time since the last call went, and start anew."""
+        """Return where the time since the last call went, and start again from now."""
         now = time.monotonic()
         blocked_s = self._blocked_s
         if self._blocked_since is not None:  # the sync that is accounted for has not ended yet

@@ -43,7 +43,7 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
         _prepare(loop)
         return _join(loop, arguments)
     finally:
-        loop.state.forget_staged()  # unless a heal has used it
+        loop.state.forget_staged()  # does nothing if a heal has used it
 
 
 def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
@@ -105,8 +105,8 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     """Give every group the initial parameters of the quorum's first group.
 
     It computes the same weighted mean as a sync, over the parameters themselves, in which only the
-    first group has weight. torchft's own way (``init_sync``) lets each *rank* copy from another
-    group, after which the ranks inside a group never agree again (docs/adrs/ADR-006).
+    first group has weight. torchft's ``init_sync`` lets each *rank* copy from another group, so
+    that the ranks of a group would differ from then on (docs/adrs/ADR-006).
 
     Returns:
         Whether the start committed. If not, no parameter has changed.
@@ -136,8 +136,8 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
 def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     """Pack the local parameters of a fragment, without a collective of the ranks.
 
-    A rank that has just seen a peer die is already at the vote, while the other ranks come here. In
-    a collective they would wait for that rank.
+    A rank that has just seen a peer die is already at the vote while the other ranks are here. In a
+    collective they would wait for it.
     """
     mean = WeightedMean(fragment.mean.share, fragment.device, fragment.mean.gathers)
     averaged, _ = fragment.globals.divide(fragment.local())

@@ -1,4 +1,4 @@
-"""Numbers that tell a bad setting of the outer loop while it trains."""
+"""Metrics of the outer loop, from numbers that the groups send each other beside a sync."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 
 class Vitals(NamedTuple):
-    """What one replica group says about itself beside a sync. Missing numbers are NaN.
+    """Metrics that one replica group sends the others beside a sync. Missing numbers are NaN.
 
     Attributes:
         contribution: Its weight in the mean; 0 if it contributes nothing.
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
-        sent_norm: L2 norm of what it sends of that: with a residual, in a wire format.
-        inner_steps: Inner steps in it.
+        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual, in its wire
+            format.
+        inner_steps: Inner steps that the pseudo-gradient covers.
         usual_pace: The largest norm per inner step in its last syncs of the same fragment.
     """
 
@@ -29,23 +30,24 @@ class Vitals(NamedTuple):
 
     @property
     def pace(self) -> float:
-        """The norm of what was sent, for each inner step in it."""
+        """``sent_norm`` divided by ``inner_steps``."""
         return self.sent_norm / max(1.0, self.inner_steps)
 
 
 BEYOND = 10.0
-"""A pseudo-gradient that is so many times as long as the others' is an error, and no sample."""
+"""A pseudo-gradient that is so many times as long as the others' is taken for an error."""
 
 
 def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
-    """Which groups' pseudo-gradients are so long that they are an error, with the reason.
+    """Find the groups whose pseudo-gradient is so long that it must be an error.
 
-    Each is compared with the median of all that contribute, and between two groups with the other
-    and with its own last syncs. It has to be beyond ten times that per inner step, and in all: a
-    group that has taken few steps moves further in each than groups whose steps cancel out in part.
+    Each is compared with the median of all groups that contribute; of two groups with the other one
+    and with its own last syncs. It must be beyond ten times that per inner step, and in all: a
+    group that has taken few steps moves further in each step than groups whose steps cancel out in
+    part.
 
     Args:
-        groups: What the groups of a sync say about themselves, by rank.
+        groups: The metrics of the groups in a sync, by rank in the quorum.
     """
     sent = {rank: group for rank, group in groups.items() if group.contribution > 0.0}
     found = {}
@@ -63,13 +65,13 @@ def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
 
 
 class StepNorms(NamedTuple):
-    """L2 norms of what one outer step was made of, over all ranks of the group.
+    """L2 norms in one outer step, over all ranks of the group.
 
     Attributes:
-        mean: Of the mean pseudo-gradient; 0 if there was no outer step.
-        stepped: The same over the tensors that the outer optimizer moved.
-        momentum_before: Of the outer momentum before the step.
-        momentum: Of the outer momentum after it.
+        mean: Norm of the mean pseudo-gradient; 0 if there was no outer step.
+        stepped: Its norm over the tensors that the outer optimizer moved.
+        momentum_before: Norm of the outer momentum before the step.
+        momentum: Norm of the outer momentum after it.
         decay: The outer optimizer's ``momentum``; 0 if it is no SGD with momentum alone.
     """
 
@@ -81,7 +83,7 @@ class StepNorms(NamedTuple):
 
     @classmethod
     def of_parts(cls, stepped: float, still: float) -> StepNorms:
-        """From the norms of the mean over what the outer optimizer moved, and over the rest."""
+        """Make it from the mean's norms over what the outer optimizer moved, and over the rest."""
         return cls(math.hypot(stepped, still), stepped)
 
     @property
@@ -89,7 +91,7 @@ class StepNorms(NamedTuple):
         """Cosine between the mean pseudo-gradient and the momentum before the step.
 
         It needs no pass over memory: from ``momentum = decay * momentum_before + mean`` follows the
-        product of the two on the right. None: there was no momentum.
+        product of the two on the right (ADR-033). None: there was no momentum.
         """
         product = self.decay * self.momentum_before * self.stepped
         if not product > 0.0:
@@ -99,14 +101,13 @@ class StepNorms(NamedTuple):
 
 
 def directions(vitals: Sequence[Vitals], mean_norm: float) -> dict[str, float | None]:
-    """How far the groups' pseudo-gradients agree, from their norms and the norm of their mean.
+    """Compute how far the groups' pseudo-gradients agree, from their norms and that of their mean.
 
-    The square of a sum is the sum of the squares and of twice all products of two. So the norms of
-    the groups, which travel beside the sync, tell the mean product without any group having the
-    pseudo-gradient of another.
+    The square of a sum is the sum of the squares and of twice all products of two. So the groups'
+    norms give the mean product, although no group has the pseudo-gradient of another (ADR-033).
 
     Args:
-        vitals: Of the groups in the sync.
+        vitals: The metrics of the groups in the sync.
         mean_norm: L2 norm of the mean of their pseudo-gradients.
 
     Returns:
@@ -128,5 +129,5 @@ def directions(vitals: Sequence[Vitals], mean_norm: float) -> dict[str, float | 
 
 
 def _cosine(value: float) -> float | None:
-    """Norms are rounded, and a cosine from them may be out of range by that."""
+    """Clamp a cosine, since rounded norms may put it out of range. None if it is not finite."""
     return max(-1.0, min(1.0, value)) if math.isfinite(value) else None

@@ -33,7 +33,7 @@ class OuterLoop:
     """Runs the syncs of all fragments, one at a time.
 
     torchft's hook (``local_sgd.py``, ``_step_post_hook``) calls ``prepare_sync`` and
-    ``perform_sync``, as if this were the fragment whose turn it is.
+    ``perform_sync`` on this object as if it were a fragment.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -51,7 +51,7 @@ class OuterLoop:
         clock: Measures what a sync costs training.
         peer_table: The table that the fragments send.
         inner_steps: Inner steps of this group since the run began.
-        reports: The syncs that nobody has asked for yet.
+        reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
         ends_with_next_step: Whether the next inner step is the last one.
         has_healed: Whether this group has taken over the global state since its last report.
     """
@@ -91,7 +91,7 @@ class OuterLoop:
         ask_to_gather(manager, self._wants_to_gather)
 
     def _wants_to_gather(self) -> bool:
-        """After a doubt, and for an average that is to be global: what is gathered is in fp32."""
+        """Whether this group asks to gather messages: after a doubt, or for an average, in fp32."""
         replaces = any(fragment.unsynced.replaces_global for fragment in self.fragments)
         return self._has_doubts or (replaces and self._settings.keeps_residual)
 
@@ -102,7 +102,7 @@ class OuterLoop:
     # ---- a sync -----------------------------------------------------------------------------
 
     def count_inner_step(self, samples: int) -> None:
-        """Count a completed inner step, of so many samples or tokens."""
+        """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step
@@ -110,15 +110,15 @@ class OuterLoop:
             fragment.unsynced.count(samples)
 
     def prepare_sync(self) -> None:
-        """Send the fragment whose turn it is, in a quorum. It waits for the group's own ranks only.
+        """Send the next fragment, in a quorum. It waits for the ranks of this group only.
 
-        The turn is that of the outer step, and not of the manager's step as in torchft: a join
-        commits, but is no outer step.
+        The outer step decides which fragment is next, and not the manager's step as in torchft: a
+        join commits, but is no outer step.
         """
         self.clock.quorum_formed()
         try:
             self.settle()
-        except BaseException as error:  # else peers wait for this group until their timeout
+        except BaseException as error:  # without it peers wait for this group until their timeout
             self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
             raise
         if self.in_flight is None:
@@ -133,7 +133,7 @@ class OuterLoop:
         return committed
 
     def send(self) -> None:
-        """Ask for a quorum, and send the fragment whose turn it is."""
+        """Ask for a quorum, and send the next fragment."""
         self.manager.start_quorum()
         self.prepare_sync()
 
@@ -174,14 +174,14 @@ class OuterLoop:
                     "they. Compare the digests, and use the weights of a group that has ended first"
                 )
             # If a peer has committed the sync, this quorum has healed this group, and the next
-            # fragment has its turn.
+            # fragment is sent.
             self.sync_in_quorum()
         self._has_doubts = False
         assert self.in_flight is not None, "a sync has been performed"
         fragment, self.in_flight = self.in_flight, None
         if self.peer_table.is_joining and self.peer_table.are_all_joining:
-            # Nobody has sent anything. What a checkpoint had in flight is still to be sent, but
-            # for a group that has taken over another one's checkpoint.
+            # Nobody has sent anything. What this group's checkpoint had in flight is still to be
+            # sent, unless the group has taken over the state of another one.
             fragment.abandon()
             if fragment.unsynced.unsent is not None and not self.has_healed:
                 self.in_flight = fragment
@@ -195,9 +195,9 @@ class OuterLoop:
         """Set torchft's step to that of the next sync, after a commit that was no outer step.
 
         torchft counts commits, and the groups with the highest count heal the others. A join, a
-        start and an end also commit. Without this, groups that wait for others to resume would
-        count up meanwhile, and would heal a group that comes with a newer checkpoint. The + 1 is
-        for the cold start: to torchft, a group at step 0 has no state.
+        start and an end also commit. Without this call, groups that wait for others to resume would
+        count these commits, and would heal a group that comes with a newer checkpoint. The + 1 is
+        for the cold start: torchft takes a group at step 0 for one without a state.
         """
         step = self.state.outer_step + 1
         self.manager.load_state_dict(self.manager.state_dict() | {"step": step})
@@ -219,7 +219,7 @@ class OuterLoop:
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         self.reports.append(self._report(fragment, seconds, retries))
         if fragment.mean.contribution:
-            self.peer_table.first_batches = None  # they have been compared
+            self.peer_table.first_batches = None  # the groups have compared them
         self.has_healed = False
         self._steps_lost = 0
 
@@ -255,7 +255,7 @@ class OuterLoop:
         )
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
-        """Choose the inner steps of the next turn by the time that those of this one took."""
+        """Choose the number of inner steps before the next sync, from the time of the last ones."""
         if self._settings.round_seconds is None:
             return
         if steps := self.inner_steps - self._synced_at:
@@ -269,12 +269,12 @@ class OuterLoop:
         """Inner steps that this group takes between the last sync and the next one."""
         return self.round_length.steps_before(self.state.outer_step + 1)
 
-    # ---- what training does not keep --------------------------------------------------------
+    # ---- what is dropped: after an unsound pseudo-gradient, and after a heal -----------------
 
     def _recover(self, is_finite: bool) -> None:
-        """Continue from the global parameters, after a pseudo-gradient that was not sound.
+        """Continue from the global parameters, after a sync without this group's pseudo-gradient.
 
-        It was not finite, beyond all others', or not what the others have received.
+        That was not finite, far longer than all others, or not what the others have received.
 
         Raises:
             SyncError: More than ``max_sync_retries`` syncs in a row had such a pseudo-gradient.
@@ -322,19 +322,21 @@ class OuterLoop:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
         self.state.take_over(state, "the replica groups in training")
         log.info("Took over the global state after outer step %d", self.state.outer_step)
-        if self.in_flight is not None:  # the others have its mean
+        if self.in_flight is not None:  # the others have committed it without this group
             self.in_flight.abandon()
             self.in_flight = None
         self._forget_local()
         self.has_healed = self._must_settle = True
+        # A single rank need not wait until others have healed too.
         if not self.fragments[0].globals.has_ranks:
             self.settle()
 
     def settle(self) -> None:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
 
-        A heal runs on torchft's thread, where no collective may run, and may fail on one rank
-        alone, for which the others would wait. So all ranks call this at each sync.
+        A heal runs on torchft's thread, where no collective may run. It may fail on one rank alone,
+        and the other ranks would then wait in a collective for it. So all ranks call this at each
+        sync.
         """
         (have_healed,) = self.fragments[0].globals.mean_over_ranks(self._must_settle)
         if have_healed < 1:
@@ -364,8 +366,8 @@ class OuterLoop:
     def sync_idle(self) -> None:
         """Take part in the others' next sync, with the inner steps since the last one.
 
-        For a group that has no samples to train on at the moment, and may get some. Without it the
-        others could end the run, or this group would fall behind and be healed.
+        It is for a group that has no samples at the moment and may get some. Without it the others
+        could end the run, or this group would fall behind and be healed.
         """
         self._land()
         self.peer_table.is_training = self._is_idle = True
@@ -375,7 +377,7 @@ class OuterLoop:
             self._is_idle = False
 
     def _land(self) -> None:
-        """Finish the sync in flight, if there is one; that of a checkpoint is sent first."""
+        """Finish the sync in flight, if there is one. A sync from a checkpoint is sent first."""
         if self.in_flight is not None:
             with self.clock.blocking():
                 if self.is_unsent:

@@ -1,4 +1,4 @@
-"""The outer optimizer, and the sign of what it is given."""
+"""The outer optimizer, and the sign of the pseudo-gradient that it gets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from composer_replication.settings import OUTER_LR, OUTER_MOMENTUM
 
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-"""Takes a fragment's global parameters, returns the optimizer that moves them."""
+"""A function of a fragment's global parameters that returns the optimizer over them."""
 
 
 def nesterov_sgd(
@@ -36,17 +36,16 @@ def pseudo_gradient(
 
         global - 1.0 * pseudo_gradient  ==  local      =>      pseudo_gradient = global - local
 
-    The reverse, local minus global, is what one would write down as "the update"; fed to the same
-    optimizer it walks back uphill with a learning rate of 0.7, loses more each round the more the
-    groups have learnt, and still commits every sync with equal digests everywhere: nothing but the
-    loss tells. torchft had it reversed (its pull request 233), and code written then compensates
-    with ``SGD(maximize=True)``. Both together ascend, so ``check_sign`` rejects the latter.
+    The reverse, local minus global, is "the update". Fed to the same optimizer it ascends with a
+    learning rate of 0.7, and every sync still commits with equal digests: only the loss shows it.
+    torchft had it reversed (its pull request 233), and code of that time compensates with
+    ``SGD(maximize=True)``. With our sign that ascends, so ``check_sign`` rejects it.
     """
     return torch.sub(global_parameter, local_parameter.to(global_parameter.dtype), out=into)
 
 
 def check_sign(outer_optimizer: OuterOptimizer) -> None:
-    """Check on a one-parameter problem that an outer step goes where training went.
+    """Check on one parameter that an outer step moves it where training has moved it.
 
     The parameter starts at 0, where weight decay cannot hide a wrong sign.
 
@@ -67,6 +66,6 @@ def check_sign(outer_optimizer: OuterOptimizer) -> None:
 
 
 def describe(optimizer: torch.optim.Optimizer) -> str:
-    """Name and settings of an optimizer, equal for equal ones: part of the fingerprint."""
+    """Name and settings of an optimizer, equal for equal ones. They are part of the fingerprint."""
     settings = ", ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()))
     return f"{type(optimizer).__name__}({settings})"

@@ -17,11 +17,11 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 
 
 def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str, Any]:
-    """The global tensors by name, and the outer optimizer's state: of the share, if any.
+    """The global tensors by name, and the outer optimizer's state; with shares, of this rank's.
 
     Args:
-        globals_: Of one fragment.
-        copies: Whether of the tensors, or the tensors themselves.
+        globals_: The global parameters of one fragment.
+        copies: Whether to copy the tensors.
     """
     state = {"theta": globals_.tensors, "optimizer": globals_.optimizer.state_dict()}
     take = Tensor.clone if copies else Tensor.detach
@@ -30,12 +30,12 @@ def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str,
 
 
 class Staged(NamedTuple):
-    """Memory with what another group sent of a fragment, that can become the fragment's own.
+    """A fragment's state from another group, in memory that the fragment can continue in.
 
     A joiner copies it there before the quorum in which all groups wait for its heal.
 
     Attributes:
-        flat: That of the global parameters; see ``GlobalParameters.flat``.
+        flat: Of the global parameters, like ``GlobalParameters.flat``.
         momentum: That of the outer momentum, like ``flat``.
     """
 
@@ -44,7 +44,7 @@ class Staged(NamedTuple):
 
 
 def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
-    """Copy what ``outer_state`` gave in another group.
+    """Copy what ``outer_state`` returned in another group.
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype.
@@ -63,12 +63,12 @@ def load_outer_state(
     *,
     keeps_hyperparameters: bool = False,
 ) -> None:
-    """Take over what ``outer_state`` gave, here or in another group.
+    """Take over what ``outer_state`` returned, here or in another group.
 
     Args:
-        globals_: Of the same fragment.
-        state: What it gave.
-        staged: What ``stage`` has made of it, in whose memory the fragment continues.
+        globals_: The global parameters of the same fragment.
+        state: What ``outer_state`` returned.
+        staged: What ``stage`` has made of it. The fragment continues in its memory.
         keeps_hyperparameters: Keep this optimizer's own learning rate, momentum, ...
 
     Raises:
@@ -102,12 +102,12 @@ def _copy(
 
 
 def gather(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
-    """What ``outer_state`` gives without copies, of all shares. A collective, if there are."""
+    """``outer_state`` of all shares, without copies. With shares it is a collective."""
     return _each_tensor(globals_, state, globals_.whole)
 
 
 def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of what ``gather`` gave, on whatever number of ranks.
+    """This rank's share of what ``gather`` returned, on any number of ranks.
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype.

@@ -1,4 +1,4 @@
-"""DiLoCo's outer step on a CPU, chunk by chunk, so that each number is fetched from memory once."""
+"""DiLoCo's outer step on a CPU in chunks, so that each number is read from memory once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 LANES = 16
-"""The widest vector of fp32 that torch computes in: torch's fused step rounds what is left over
-otherwise than its own parts do."""
+"""Elements of the widest vector that torch computes in. Its fused kernel rounds what is left over
+differently than its single operations do, so those take the rest."""
 
 
 def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is SGD with momentum at most, as DiLoCo's outer optimizer is."""
+    """Whether an optimizer is SGD with nothing but momentum, like DiLoCo's outer optimizer."""
     if type(optimizer) is not torch.optim.SGD or len(optimizer.param_groups) != 1:
         return False
     group = optimizer.param_groups[0]
@@ -21,15 +21,15 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
 class SGDStep:
     """An outer step of ``torch.optim.SGD``.
 
-    It does to each element what torch does, in the same order, and so gets the same bits; a test
-    holds the two together. Torch goes over all of a tensor for each operation and makes another one
-    on the way: eleven passes over memory and a buffer as large as the model. Here it is five, by
-    torch's own fused step on chunks, and the way back into the model finds the global parameters in
-    cache.
+    It does to each element what torch does, in the same order, so the bits are the same, which a
+    test checks. ``SGD.step`` goes over the whole tensor for each operation and allocates another
+    one: eleven passes over memory and a buffer as large as the model. Here it is five, with torch's
+    fused kernel on chunks, and the global parameters are still in cache when they are written into
+    the model.
 
     Args:
         optimizer: See ``is_plain_sgd``.
-        divisor: What the sums are divided by to be the mean pseudo-gradient.
+        divisor: The sums divided by it are the mean pseudo-gradient.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, divisor: float) -> None:
@@ -42,12 +42,12 @@ class SGDStep:
 
         Args:
             theta: fp32, 1-D.
-            sums: Of pseudo-gradients; used up.
-            momentum: 0 before the first step; None if the optimizer has none.
+            sums: The sum of weighted pseudo-gradients, fp32, 1-D. It is overwritten.
+            momentum: fp32, 1-D, zeros before the first step; None if the optimizer has none.
         """
         fused = 0
         if momentum is not None and (fused := sums.numel() // LANES * LANES):
-            # What torch.optim.SGD(fused=True) calls, whose own way there takes six times as long.
+            # torch.optim.SGD(fused=True) calls this too, but its overhead takes six times as long.
             torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
                 [theta[:fused]],
                 [sums[:fused]],

@@ -1,4 +1,4 @@
-"""From the arguments of DiLoCo to the run's settings, and to global parameters of the model."""
+"""Makes the run's settings, and the global parameters of each fragment, from DiLoCo's arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_replication.settings import TENSORS, DiLoCoSettings
 log = logging.getLogger(__name__)
 
 LOPSIDED = 2.0
-"""The largest fragment is warned of if it is more than so many times an equal share."""
+"""A warning is logged if the largest fragment has more than so many times an equal share."""
 
 
 def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSettings:
@@ -33,10 +33,10 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
 
     Args:
         arguments: All arguments of ``DiLoCo``.
-        given: The names of those that were given, and not left to their defaults.
+        given: The names of the arguments that the caller gave; the others have their defaults.
 
     Raises:
-        ValueError: A setting is out of range, or of an outer SGD that is not used.
+        ValueError: A setting is out of range, or belongs to an outer SGD that is not used.
     """
     model = arguments.model_fragments
     count = {} if isinstance(model, nn.Module) or not model else {"num_fragments": len(model)}
@@ -74,7 +74,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     log_sizes([parameters | buffers for parameters, buffers in split])
     ranks = arguments.ranks
     are_held = any(count_shards(p) > 1 for fragment in fragments for p in fragment.values())
-    if are_held:  # each rank holds a part already
+    if are_held:  # each rank holds a shard already
         ranks = ranks or torch.distributed.group.WORLD
     shards_of = partial(
         Shards,
@@ -112,7 +112,7 @@ def tell_settings(
         # hold the fingerprint, and a resume may change this value.
         "min_replica_size": manager._min_replica_size,
         "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
-        "peer_table_row": ROW,  # of another build of this package
+        "peer_table_row": ROW,  # it differs in another version of this package
     }
     if len(json.dumps(tensors := described_tensors(synced))) <= LARGEST_DESCRIPTION:
         manager.settings[TENSORS] = tensors

@@ -1,4 +1,4 @@
-"""What one replica group reports to the others beside a sync: a row of the peer table."""
+"""A row of the peer table: what one replica group reports to the others beside a sync."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ CHECKSUM_BYTES = 4
 class PeerRow(NamedTuple):
     """What one replica group reports to the others beside a sync.
 
-    A row is sent as bytes, each field in the type that ``_TYPES`` has for its annotation. What is
-    to be sent in addition needs a field here, or in ``Vitals``, and nothing else.
+    A row is sent as bytes, each field in the type that ``_TYPES`` has for its annotation. A further
+    number needs a field here, or in ``Vitals``, and nothing else.
 
     Attributes:
-        has_more: Whether it still trains, or has steps that no sync has brought in.
+        has_more: Whether it still trains, or has steps that are not in the global parameters yet.
         is_joining: Whether it joins with this sync and contributes nothing.
         was_healed: Whether it has taken over the global state since its last sync.
-        is_replacing: Whether its local parameters are to be the global ones, see
+        is_replacing: Whether its local parameters are to become the global ones, see
             ``DiLoCo.make_local_global``.
         outer_step: Its outer step.
-        vitals: Its contribution, norm and pace.
+        vitals: Its contribution, norm and pace in this sync.
         samples: How much of its sample stream is in the model once this sync has committed.
         batches: 60 bits of the digest of its first batches, as a number above 0, at its first
             sync; else 0.
-        digests: The same of each fragment's global parameters; zeros where none is due.
+        digests: 60 bits of the digest of each fragment's global parameters; zeros where none is
+            due.
     """
 
     has_more: bool
@@ -46,16 +47,16 @@ class PeerRow(NamedTuple):
     digests: tuple[int, ...]
 
     def encode(self) -> bytes:
-        """The row as bytes, with a checksum. They are not all zeros."""
+        """The row as bytes, with a checksum. They are never all zeros, as an empty row is."""
         row = np.array(tuple(self), _dtype(PeerRow, len(self.digests))).tobytes()
         return row + _checksum(row)
 
     @classmethod
     def decode(cls, sent: bytes, num_digests: int) -> PeerRow:
-        """The row of which ``encode`` made these bytes.
+        """Return the row that ``encode`` has turned into these bytes.
 
         Raises:
-            ValueError: It made other ones, or a number is negative or not finite.
+            ValueError: The bytes are damaged, or a number is negative or not finite.
         """
         row = sent[:-CHECKSUM_BYTES]
         if sent != row + _checksum(row):
@@ -88,9 +89,9 @@ ROW = _dtype(PeerRow).itemsize
 
 
 def _odd(part: Any) -> Iterator[str]:
-    """The numbers that no group can have: all are finite and none is negative.
+    """Yield the numbers that no group can have: those that are negative or not finite.
 
-    Those that a group may not know are NaN, and have NaN as their default.
+    Fields whose default is NaN may be NaN: the group does not know them.
     """
     for name, value in part._asdict().items():
         may_be_nan = math.isnan(part._field_defaults.get(name, 0.0))
@@ -101,7 +102,7 @@ def _odd(part: Any) -> Iterator[str]:
 
 
 def _checksum(row: bytes) -> bytes:
-    """Tells whether the bits of a row are those that were sent."""
+    """A CRC-32 of a row's bytes, to find bits that flipped on the way."""
     return zlib.crc32(row).to_bytes(CHECKSUM_BYTES, "little")
 
 

@@ -1,4 +1,4 @@
-"""The table that travels beside every sync: a row per replica group, summed like the messages."""
+"""The table that travels beside every sync, with a row for each replica group."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ log = logging.getLogger(__name__)
 
 
 class DivergenceError(RuntimeError):
-    """Replica groups hold different global parameters, which no sync can mend."""
+    """Replica groups hold different global parameters, which no sync can correct."""
 
 
 class Syncing(Protocol):
-    """What the table asks of a fragment."""
+    """What the table needs of a fragment."""
 
     device: torch.device
     mean: WeightedMean
     synced_samples: SyncedSamples
-    """How much of this group's samples the sync will have brought into the model."""
+    """How much of this group's samples is in the model once the sync has committed."""
     unsynced: Unsynced
 
     @property
@@ -49,7 +49,7 @@ class PeerTable:
 
     The table answers eight questions that torchft does not:
 
-    * Were all groups of the quorum in this sum? Under a quorum id that was used before, the
+    * Were all groups of the quorum in this sum? With a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
     * Does any group still train, or have steps to send? If none has, training is over for all.
     * Do all groups hold the same? Their outer steps are compared at every sync, and a digest of
@@ -59,8 +59,8 @@ class PeerTable:
     * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?
     * Which groups train on the same samples?
-    * Is what has arrived what the groups have sent, and is it sound? If not, the sync is repeated:
-      the groups gather each other's messages, and leave out the group that is to blame.
+    * Has everything arrived as it was sent, and is it sound? If not, the sync is repeated: the
+      groups gather each other's messages, and leave out the group at fault (ADR-048).
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -75,9 +75,10 @@ class PeerTable:
         is_over: Whether no group of the last sync trains or has anything to send.
         has_doubts: Whether what has arrived in the last sync is not sound.
         are_all_joining: Whether no group of the last sync was in training.
-        is_replacing: Whether a group of the last sync wants the plain mean as global parameters.
+        is_replacing: Whether a group of the last sync wants the mean of the local parameters as
+            global ones.
         synced_samples: How far the groups of the last sync have read their sample streams.
-        vitals: Contribution, norm and pace of the groups of the last sync.
+        vitals: Contribution, norm and pace of each group in the last sync.
         first_batches: Digests of this group's first batches; None after its first sync.
         equal_samples: The names of the groups whose first batches were found to be equal to this
             group's in the last sync, and its own; empty if there are none.
@@ -109,7 +110,7 @@ class PeerTable:
         row = bytearray(self._own_row(fragment).encode())
         own = torch.frombuffer(row, dtype=torch.uint8).to(fragment.device)
         table = own.new_zeros(rows, own.numel())
-        if hasattr(self._manager, "all_gather"):  # nobody can write into another's row
+        if hasattr(self._manager, "all_gather"):  # no group can write into another's row
             work = self._manager.all_gather(table.view(-1), own)
         else:
             table[rank] = own
@@ -124,7 +125,7 @@ class PeerTable:
         mean = fragment.mean
         batches = self.first_batches if mean.contribution else None
         packed, vitals = fragment.unsynced.packed, Vitals(step_s=self.step_s)
-        if mean.contribution:  # else the norm may not be finite
+        if mean.contribution:  # otherwise the norm may not be finite, which no row may have
             sent = mean.contribution, mean.norm, self.step_s, mean.sent_norm
             vitals = Vitals(*sent, packed.inner_steps, fragment.usual_pace)
         return PeerRow(
@@ -147,8 +148,8 @@ class PeerTable:
         """Check the finished table and the mean, and keep what they say.
 
         Args:
-            table: The sum: (groups in the quorum, bytes of a row).
-            fragment: Whose sync it is.
+            table: uint8 of shape (groups in the quorum, bytes of a row).
+            fragment: The fragment of this sync.
 
         Raises:
             DivergenceError: This group holds other global parameters than most groups, or there is
@@ -158,6 +159,7 @@ class PeerTable:
         rows, faults = self._decode(table.cpu())
         if rows:
             self._check_agreement(rows)
+            # An average may be far from the global parameters, and is no error.
             if not any(row.is_replacing for row in rows.values()):
                 faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
         left_out = self._leave_out(fragment, rows, faults)
@@ -185,11 +187,12 @@ class PeerTable:
         return [str(name).partition(":")[0] for name in names]
 
     def _decode(self, table: Tensor) -> tuple[dict[int, PeerRow], dict[int, str]]:
-        """The rows by rank, and what is wrong with those that are none."""
+        """The valid rows by rank, and by rank what is wrong with the others."""
         rows: dict[int, PeerRow] = {}
         faults: dict[int, str] = {}
         if self._manager.errored():
             return rows, faults
+        # A row of zeros was filled in by no group: an encoded row is never all zeros.
         present = int(table.any(dim=1).sum())
         for rank, row in enumerate(table if present == len(table) else ()):
             try:
@@ -208,7 +211,7 @@ class PeerTable:
     def _leave_out(
         self, fragment: Syncing, rows: Mapping[int, PeerRow], faults: Mapping[int, str]
     ) -> Collection[int]:
-        """Which groups this sync leaves out. Fails a sync that has to be repeated for that."""
+        """Return the groups that this sync leaves out. If it has to be repeated, it fails."""
         sound = {rank: row.vitals for rank, row in rows.items() if rank not in faults}
         names = self._names
         if gathers(self._manager):
@@ -257,7 +260,7 @@ class PeerTable:
 
 
 class PeerTableWork:
-    """Comes last among a sync's allreduces, so that the table is read before the vote."""
+    """The last Work of a sync, so that the table is read before the vote."""
 
     def __init__(self, peer_table: PeerTable, fragment: Syncing, work: Any, table: Tensor) -> None:
         self._peer_table, self._fragment = peer_table, fragment

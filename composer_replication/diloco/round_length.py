@@ -1,4 +1,4 @@
-"""How many inner steps a replica group takes in a turn, if a round is a time and no number."""
+"""How many inner steps a replica group takes in a turn, if a round is a time and not a number."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from composer_replication.diloco.outer_health import Vitals
 from composer_replication.settings import AUTO, DiLoCoSettings
 
 TURNS = 5
-"""Turns over whose median a group's pace is taken: an evaluation in one of them does not count.
+"""A group's pace is the median over so many turns: an evaluation in one of them has no effect.
 
-If the last two of them are both slower, or both faster, the group's speed has changed, and the one
-of the two that is nearer to the median counts.
+If the last two are both slower, or both faster, the group's speed has changed, and its pace is the
+one of these two that is nearer to the median.
 """
 
 
@@ -30,9 +30,9 @@ class RoundLength:
 
     Only the time between syncs counts, so the groups also ask for a quorum at the same time.
 
-    A joiner has measured nothing in its first turn. It counts on the pace of the slowest group, for
-    which the others wait once at most, and does not waste most of a turn. In a run that begins
-    nobody has measured anything, and the first turn is as short as ``steps_allowed`` has it.
+    A joiner has measured nothing in its first turn. It assumes the pace of the slowest group: the
+    others then wait for it once at most. When a run begins no group has measured anything, and the
+    first turn is as short as ``steps_allowed`` permits.
 
     Args:
         settings: The run's settings.
@@ -56,7 +56,7 @@ class RoundLength:
         """Choose the inner steps of the next turn.
 
         Args:
-            vitals: What the groups of the last sync said about themselves.
+            vitals: The metrics of the groups in the last sync.
         """
         paces = [group.step_s for group in vitals if group.step_s > 0] or [math.nan]
         if self._settings.round_seconds == AUTO:

@@ -53,7 +53,7 @@ class Ledger:
         num_fragments: Fragments of the model.
 
     Attributes:
-        entries: The ``SyncedSamples`` of all streams that ever were in a commit, by stream.
+        entries: The ``SyncedSamples`` of all streams that have been in a commit, by stream.
         stream: The stream that this group reads; 0 for none.
         position: This group's position, at the end of the batch that is being trained on.
     """
@@ -73,7 +73,7 @@ class Ledger:
         self.read_from(0)
 
     def send(self, fragment: int, packed_at: int, contributes: bool) -> SyncedSamples:
-        """What holds of this group's stream once a fragment's sync, now sent, has committed.
+        """Return what holds of this group's stream once the sync of a fragment has committed.
 
         Args:
             fragment: The fragment that is synchronised.

@@ -65,7 +65,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
 def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """What a resumed group has to send again; None if nothing is in flight.
 
-    Without a delay a sync is in flight only if it was interrupted. It is then computed anew.
+    Without a delay a sync is in flight only if it was interrupted. A resume then computes it again.
     """
     packed = None if fragment is None else fragment.in_flight
     if fragment is None or packed is None or packed.local is None:

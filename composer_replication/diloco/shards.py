@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=300)
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """The storage of a parameter on this rank: its shard where FSDP2 made it a DTensor."""
+    """Return a parameter's storage on this rank: of a DTensor (FSDP2) this rank's shard."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
@@ -39,7 +39,7 @@ def count_shards(tensor: Tensor) -> int:
 
 
 class HostRanks:
-    """The ranks of a group once more, in a process group of their own that talks from host memory.
+    """A second process group over the ranks of a replica group, for tensors in host memory.
 
     A rank that asks for whole tensors alone must not disturb the process group in which they train.
 
@@ -52,7 +52,7 @@ class HostRanks:
         self._group: ProcessGroup | None = None
 
     def connected(self) -> ProcessGroup:
-        """The process group, which the first call connects; a collective of the ranks.
+        """The process group. The first call connects it and is a collective of the ranks.
 
         ``DiLoCo`` does not connect it when it is built. A rank can fail before that, for example
         because the run rejects it, and the others would wait for it.
@@ -66,29 +66,30 @@ class HostRanks:
 
 
 class Shards:
-    """What this rank has of tensors that lie one after the other, and what its group has of them.
+    """What this rank holds of tensors that lie one after the other, and what the whole group holds.
 
-    Without other ranks that is all of them, and nothing is sent. With other ranks ``sum``,
+    Without other ranks it holds all of them, and nothing is sent. With other ranks ``sum``,
     ``norms``, ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the
-    group call them, in the same order, and have the same answer.
+    group call them in the same order, and get the same result.
 
-    Each rank averages what it has with the same rank of the other groups. So the traffic between
-    groups does not grow with their ranks: those with shares gather what comes of it on the line
-    between them, which is fast.
+    Each rank averages what it holds with the same rank of the other groups. So the traffic between
+    groups does not grow with their ranks. Ranks with shares then gather the result over the fast
+    network inside the group.
 
     Args:
         tensors: The model's tensors on this rank.
-        ranks: All ranks of the group; None for a rank by itself.
-        are_held: Whether the ranks hold shards, and not all the same. Several ranks may hold the
-            same shard, as in a mesh that shards in one dimension and replicates in the other
-            (HSDP).
+        ranks: All ranks of the group; None for a single rank.
+        are_held: Whether the ranks hold shards (FSDP2), and not the same tensors. Several ranks may
+            hold the same shard, as in a mesh that shards in one dimension and replicates in the
+            other (HSDP).
         host_ranks: The same ranks, for whole tensors.
 
     Attributes:
-        whole_sizes: Elements of each tensor, of a shard if the ranks hold such.
+        whole_sizes: Elements of each tensor, or of its shard if the ranks hold shards.
         sizes: How many of these are in this rank's share.
-        num_shares: Into how many shares all elements are divided.
-        padded: Elements of memory for the whole: all shares are equally large.
+        num_shares: The number of shares into which all elements are divided.
+        padded: Elements of memory for the whole. All shares are equally large, so the last may have
+            padding.
         start: Where this rank's share begins in it.
         stop: Where it ends.
         bucket: Largest number of elements in a message.
@@ -173,7 +174,7 @@ class Shards:
 
     @torch.no_grad()
     def level(self, tensors: Iterable[Tensor]) -> None:
-        """Give all ranks the first one's values of tensors that each holds whole, such as buffers.
+        """Give all ranks the first rank's values of tensors that each holds whole, such as buffers.
 
         DDP does that before the next forward pass only, and FSDP2 never.
         """
@@ -183,7 +184,7 @@ class Shards:
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
     def gather(self, flat: Tensor) -> None:
-        """Fill in the shares of the others."""
+        """Fill in the shares of the other ranks."""
         if self.num_shares == 1:
             return
         shares = flat.view(self.num_shares, -1)
@@ -194,7 +195,7 @@ class Shards:
             bucket.copy_(gathered.view(bucket.shape))
 
     def whole(self, index: int, own: Tensor) -> Tensor:
-        """All shares of one tensor, 1-D, given this rank's; itself if there is only one.
+        """Gather all shares of one tensor, 1-D, given this rank's. One share is returned as it is.
 
         Raises:
             RuntimeError: The other ranks did not call it, within ``TIMEOUT``.

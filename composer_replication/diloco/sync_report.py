@@ -11,22 +11,22 @@ class SyncReport:
 
     Attributes:
         outer_step: Outer steps committed so far, this one included.
-        fragment: Which fragment it was, from 0.
+        fragment: The index of the fragment, from 0.
         num_participants: Groups in the quorum.
         contribution: This group's weight in the mean; 0 if it had not trained.
         total_contribution: The sum of all weights; 0 means that nothing moved.
         inner_steps: Inner steps of this group since the run began.
-        sync_seconds: How long training was blocked by it, in seconds.
+        sync_seconds: How long the sync blocked training, in seconds.
         wait_seconds: The part of ``sync_seconds`` spent waiting for the quorum.
         compute_fraction: The fraction of the time since the previous sync spent training.
-        bytes_sent: Size of this rank's messages in the wire format. Each of k groups sends
-            2 (k - 1) / k times this size to the others: with two groups, this size once.
-        bytes_float32: The size that the messages would have in float32.
+        bytes_sent: Size of this rank's messages in the wire format, in bytes. Each of k groups
+            sends 2 (k - 1) / k times this size to the others: with two groups, this size once.
+        bytes_float32: The size that the messages would have in float32, in bytes.
         pseudo_gradient_norm: L2 norm of this group's own pseudo-gradient.
         outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
         momentum_cosine: Cosine between the mean pseudo-gradient of all groups and the fragment's
             momentum before the outer step, which is a decaying sum of the means of earlier syncs.
-            None before the second outer step, without momentum, and if the outer optimizer is no
+            None before the second outer step, without momentum, and if the outer optimizer is not
             SGD with momentum alone.
         group_cosine: Mean cosine between the pseudo-gradients of two groups, each pair weighted by
             the product of its contributions and norms. None: fewer than two groups contributed.

@@ -56,15 +56,15 @@ class DiLoCoManager(Protocol):
 def fetched_state(manager: Any) -> dict[str, Any] | None:
     """Return the global state that was fetched before the first quorum; None if there is none.
 
-    Only a ``ReplicaManager`` fetches one, and a newer one if the others have synced since. If it
-    still is the donor's in the quorum, the heal is given this very object.
+    Only a ``ReplicaManager`` fetches one, and a newer one if the others have synced since. If the
+    donor still has that state in the quorum, the heal gets this very object.
     """
     fetched = getattr(manager, "fetched_state", None)
     return None if fetched is None else fetched()
 
 
 def ask_to_gather(manager: Any, wants: Callable[[], bool]) -> None:
-    """Have the groups of a quorum gather their messages, and not sum them, when one wants that.
+    """Let the groups of a quorum gather their messages instead of summing them, if one asks for it.
 
     torchft's own Manager cannot: it has no reports between the groups, and no all_gather.
     """

@@ -1,4 +1,4 @@
-"""What a group has trained in one fragment that its syncs have not brought in yet."""
+"""Inner steps of one fragment that are not in the global parameters yet."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ class Packed:
 
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
-        samples: What these steps were counted to have trained on: samples, or tokens with
-            ``weight_by: tokens``.
+        samples: How many samples these steps have trained on; tokens with ``weight_by: tokens``.
         position: The position in the sample stream.
-        is_replacing: Whether the local parameters are to be the global ones, see
+        is_replacing: Whether the local parameters are to become the global ones, see
             ``DiLoCo.make_local_global``.
         local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
             while the sync is in flight; None without a delay.
-        frozen: The tensors that were frozen then, by index. One that is frozen while its sync is in
-            flight is sent again as it was sent first.
+        frozen: The tensors that were frozen then, by index. A tensor that is frozen later, while
+            the sync is in flight, is sent again as it was sent first.
     """
 
     inner_steps: int = 0
@@ -34,18 +33,18 @@ class Packed:
 
 
 class Unsynced:
-    """Counts what one fragment's next sync has to bring in, and remembers what the last one sent.
+    """Counts the inner steps for a fragment's next sync, and remembers what the last one sent.
 
     Args:
-        weight_by: What a group's weight in the mean is, see ``DiLoCo``.
+        weight_by: How a group's weight in the mean is counted, see ``DiLoCoSettings``.
 
     Attributes:
         inner_steps: Inner steps since the last sync.
-        samples: The samples or tokens of these.
-        replaces_global: Whether the local parameters are to be the global ones, from the next sync
-            on.
+        samples: The samples or tokens of these steps.
+        replaces_global: Whether the next sync is to make the local parameters the global ones.
         packed: What the last pseudo-gradient was computed from.
-        unsent: What was in flight in the checkpoint that this group resumes from, until it is sent.
+        unsent: What was in flight in the checkpoint that this group resumes from, until it has been
+            sent again; else None.
     """
 
     def __init__(self, weight_by: str) -> None:
@@ -56,7 +55,7 @@ class Unsynced:
         self.unsent: Packed | None = None
 
     def count(self, samples: int) -> None:
-        """Count a completed inner step of so many samples or tokens."""
+        """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
         self.samples += samples
 
@@ -79,7 +78,7 @@ class Unsynced:
         """
         packed = self.packed
         if packed.is_replacing and not packed.inner_steps:
-            return 1.0  # an average, without inner steps since
+            return 1.0  # an average without inner steps after it
         if not packed.inner_steps:
             return 0.0
         if self._weight_by in ("samples", "tokens") and not packed.samples:
@@ -91,7 +90,7 @@ class Unsynced:
         return float(by.get(self._weight_by, packed.samples))
 
     def discard_synced(self, *, keeps_later: bool, is_joining: bool) -> None:
-        """Discard what a committed sync has brought into the global parameters.
+        """Forget what a committed sync has brought into the global parameters.
 
         Args:
             keeps_later: Whether the steps taken while the sync was in flight are sent with the next
@@ -108,7 +107,7 @@ class Unsynced:
         self.unsent = None
 
     def forget(self) -> None:
-        """What has been trained here since the last sync is none of this group's to send."""
+        """Send nothing of what this group has trained since the last sync."""
         self.inner_steps = self.samples = 0
         self.packed = Packed()
         self.replaces_global = False
@@ -116,5 +115,5 @@ class Unsynced:
 
     @property
     def has_more(self) -> bool:
-        """Whether this group has something to send that no sync has brought in."""
+        """Whether this group has something to send that is not in the global parameters yet."""
         return self.inner_steps > 0 or self.replaces_global

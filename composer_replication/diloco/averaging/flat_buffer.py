@@ -43,7 +43,8 @@ class FlatMemory:
     def take(self, num_elements: int) -> Tensor:
         """Return the buffer, 1-D and uninitialised, or a new one.
 
-        It is a new one if the last one had another size, or has not been given back.
+        It is new if the last one had another size or has not been given back: an allreduce that was
+        abandoned may still write into it.
         """
         if not self._can_be_lent or not num_elements:
             return torch.empty(num_elements, device=self._device)

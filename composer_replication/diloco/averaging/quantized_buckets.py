@@ -17,7 +17,7 @@ WEIGHT = 4
 
 
 class Frame(NamedTuple):
-    """Elements of a part that are encoded together, and the slice that their bytes take in it."""
+    """Elements of a part that are encoded together, and the slice of its bytes that they take."""
 
     elements: slice
     encoded: slice
@@ -29,12 +29,12 @@ class QuantizedBucket:
 
     Of three or more groups each averages one part of it, and sends the mean to all. Its own values
     of that part are not sent, and therefore not rounded. One or two groups gather each other's
-    values and compute the whole mean: that takes as many bytes, and rounds once and not twice.
+    values and compute the whole mean: that takes as many bytes, and rounds once instead of twice.
 
     Args:
         values: 1-D fp32, a slice of what is averaged. ``finish`` writes the mean into it.
         groups: How many groups are in the quorum.
-        rank: Of this group in it.
+        rank: The rank of this group in it.
         wire_format: The format of the messages.
 
     Attributes:
@@ -120,7 +120,7 @@ class QuantizedBucket:
     def mean_square(self) -> Tensor:
         """Return at least the square of the mean's norm, once all messages have arrived.
 
-        The norms of what is added up are added up, which is what they may be at most.
+        It adds up the norms of the parts: the sum of them cannot be longer.
         """
         scratch, square = self._scratch(), self.values.new_zeros(())
         if self._scatters:

@@ -1,4 +1,4 @@
-"""The weighted mean over the quorum, of numbers that travel in fewer bytes."""
+"""The weighted mean over the quorum in a wire format: numbers travel in fewer bytes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import WIRE_FORMATS
 
 LEAST_MESSAGES = 4
-"""In a sync. gloo does not receive while it sends an all-gather or all-to-all: over 100 Mbit/s a
-single one takes 1.5 or 1.8 times as long as an allreduce that sends as much, four at a time 1.1 or
-1.2 (``benchmarks/slow_links/messages.py``)."""
+"""The least number of messages in a sync. gloo does not receive while it sends an all-gather or
+all-to-all: over 100 Mbit/s a single one takes 1.5 or 1.8 times as long as an allreduce that sends
+as much, four at a time 1.1 or 1.2 (``benchmarks/slow_links/messages.py``)."""
 
 
 def check_can_quantize(manager: object, wire_format: str) -> None:
     """Check that a manager has what a wire format needs.
 
     Raises:
-        ValueError: It has not; torchft's own has an allreduce alone.
+        ValueError: It lacks it; torchft's own manager has only an allreduce.
     """
     if wire_format != WIRE_FORMATS[0] and not hasattr(manager, "all_to_all"):
         raise ValueError(
@@ -46,18 +46,19 @@ def check_can_quantize(manager: object, wire_format: str) -> None:
 class QuantizedMean(WeightedMean):
     """A ``WeightedMean`` in a wire format: a reduce-scatter and an all-gather of encoded parts.
 
-    Each bucket has as many parts as there are groups. A group decodes its part of all others, takes
-    the mean in fp32, and all groups take over what it then encodes: the same bits everywhere, in as
-    many bytes whatever the number of groups. Two groups use an all-gather (``QuantizedBucket``).
+    Each bucket has as many parts as there are groups. A group decodes its part from all others and
+    encodes the mean of it, taken in fp32; all groups use these bytes, so they have the same bits,
+    and the traffic does not grow with the number of groups. Two groups use an all-gather
+    (``QuantizedBucket``).
 
     With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
     has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
     rounded on the way back is the residual of the group that rounded it, times ``total / c_i``,
-    since a residual counts by the group's part of the mean. The residual changes with the commit
-    alone: a sync that is tried again sends the same.
+    since a residual counts by the group's part of the mean. The residual changes only at a commit:
+    a sync that is tried again sends the same bytes.
 
     Args:
-        share: See ``WeightedMean``; ``device`` and ``gathers`` too.
+        share: See ``WeightedMean``.
         device: Where the messages live.
         gathers: Whether every rank of the group gets the whole mean.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
@@ -73,14 +74,16 @@ class QuantizedMean(WeightedMean):
         self._taken: Tensor | None = None
         size = self.share.stop - self.share.start
         self.residual = torch.zeros(size, device=self.device)
-        """Of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
+        """The residual of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
 
     SLACK = 2.5
-    """Four bits twice, on the way to the mean and back, may add half of the norm each time."""
+    """See ``WeightedMean.SLACK``. fp4 rounds twice, on the way to the mean and back, and may add
+    half of the norm each time."""
     _is_weighted = False
 
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
-        del contribution  # it goes along with each part
+        del contribution  # each part carries it
+        # Error feedback: what rounding has taken from earlier messages is sent now.
         values += self.residual[start : start + values.numel()]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
@@ -105,7 +108,7 @@ class QuantizedMean(WeightedMean):
 
     @torch.no_grad()
     def finish(self) -> float:
-        if self.is_gathered:  # in fp32, so that nothing was rounded
+        if self.is_gathered:  # gathered messages are fp32, so nothing was rounded
             if self.contribution:
                 self.residual.zero_()
             return super().finish()
@@ -179,7 +182,7 @@ class Exchange:
         available = torch.accelerator.is_available()
         self._stream = torch.accelerator.current_stream() if available else None
         self.square = math.nan
-        """Of the norm of the mean that has arrived from several groups."""
+        """The squared norm of the mean that has arrived from several groups."""
         with torch.no_grad():
             parts = memory.split([bucket.memory_bytes for bucket in buckets])
             works = [

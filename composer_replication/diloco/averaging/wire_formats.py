@@ -75,9 +75,9 @@ class Fp4(WireFormat):
 
     The scale has 5 bits of exponent, relative to the largest scale of the frame, and 3 bits of
     mantissa. The pseudo-gradient of Adam has about the same magnitude everywhere in a block, so
-    evenly spaced values have half the rounding error of E2M1, and a third of that of the E3M0 in
-    arXiv 2501.18512 (docs/adrs/ADR-017). Two elements share a byte: an element of the frame's first
-    half, in the lower bits, and one of its second half.
+    evenly spaced values have half the rounding error of E2M1, and a third of that of E3M0, the
+    format of arXiv 2501.18512 (docs/adrs/ADR-017). Two elements share a byte: an element of the
+    frame's first half, in the lower bits, and one of its second half.
     """
 
     name = "fp4"
