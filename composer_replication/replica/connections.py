@@ -1,7 +1,7 @@
 """Connections of strangers: how many a server keeps, and which of them it closes first.
 
 Everybody who reaches a port of a training process or of the coordinator can open connections there
-and be silent. They must use up neither the file descriptors of the process nor the places of the
+and send nothing. They must use up neither the file descriptors of the process nor the places of the
 peers. Imports neither torch nor torchft.
 """
 
@@ -38,7 +38,7 @@ class Strangers:
     """The open connections of a server that may be strangers', at most ``most`` of them.
 
     When there is no room for a new one, the oldest connection of the host with most of them is
-    shut down. So somebody who keeps opening connections closes his own, and keeps nobody out.
+    shut down. So a host that keeps opening connections closes its own, and keeps no other out.
 
     Args:
         most: How many connections are kept.

@@ -40,16 +40,15 @@ class InterruptibleWork:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
 
-        Returns:
-            False if the collective is broken, else what torchft's ``wait`` returns.
+        Returns: False if the collective is broken, else what torchft's ``wait`` returns.
         """
-        sent = getattr(self._work, "_work", None)  # torchft sends nothing after an error
+        sent = getattr(self._work, "_work", None)  # None after an error: torchft has sent nothing
         began = time.monotonic()
         while sent is not None and not sent.is_completed():
             if self._is_broken():
                 return False
-            # A twentieth of the wait so far: short collectives are not made longer by the sleep,
-            # and long ones take no processor time from training.
+            # A twentieth of the wait so far: the sleep does not make short collectives longer, and
+            # long ones take no processor time from training.
             time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
         return self._work.wait() if timeout is None else self._work.wait(timeout)
 
@@ -90,8 +89,8 @@ class InterruptibleManager(Manager):
     """
 
     BROKEN_AFTER_S = 0.5
-    """How long after an alarm a collective may still end well: data that is under way in the
-    network arrives, and the members then vote on whether their collective has ended well."""
+    """How long after an alarm a collective may still end well, in seconds: data in the network
+    arrives, and the members then vote on whether their collective has ended well."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -99,7 +98,7 @@ class InterruptibleManager(Manager):
         self._alarm: SyncAlarm | None = None
 
     def report_error(self, e: Exception) -> None:
-        """Note an error of the current sync, as torchft does, and tell the peers.
+        """Note an error of the current sync, as torchft does, and raise the alarm for the peers.
 
         Without the alarm a peer would wait for this group's part until its own timeout.
         """

@@ -118,7 +118,7 @@ _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 def read_status(lighthouse_addr: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LighthouseStatus:
     """Read the lighthouse's status page, the only place where torchft lists the members.
 
-    Nobody waits for a group that reads the page. A group that asks for a quorum becomes a member.
+    No group waits for one that reads the page, while one that asks for a quorum becomes a member.
 
     Args:
         lighthouse_addr: ``http://host:port``.
@@ -177,7 +177,7 @@ def start_lighthouse(
             quorum_tick_ms=50,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
         )
-    except RuntimeError as error:  # Rust's own
+    except RuntimeError as error:  # torchft's Rust code raises it
         raise OSError(
             f"a lighthouse cannot listen at {bind}: {error}. Use an address of this machine, and a "
             "port that no other process has"

@@ -1,4 +1,4 @@
-"""What groups say to each other: the proof of the run's token, and JSON over a connection.
+"""Messages between groups: the proof of the run's token, and JSON over a connection.
 
 One proof serves the reports in a quorum (``quorum``) and the requests to a rank's server
 (``peer_server``).
@@ -24,20 +24,20 @@ _LENGTH = struct.Struct("<I")
 
 
 def proof(token: str, *content: Any) -> str:
-    """The proof that its author knows a token and has said this, for content that JSON can hold.
+    """Return the proof that its author knows a token and has sent this content, as JSON.
 
     Args:
         token: The run's secret.
-        content: What is said, and everything that makes it different from other occasions. Its
-            first part is the kind of message, so that a proof of one kind is none of another.
+        content: The message, and everything that makes it different from other occasions. Its first
+            part is the kind of message, so that a proof of one kind is invalid for another.
     """
-    # JSON keeps the parts apart: none can run into the next.
+    # JSON keeps the parts apart: ("ab", "c") and ("a", "bc") have different proofs.
     text = json.dumps(content, sort_keys=True)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def is_proven(tokens: Sequence[str], received: Any, *content: Any) -> bool:
-    """Whether a received proof shows that its author knows one of the tokens and has said this."""
+    """Whether a received proof shows that its author knows one of the tokens and sent this."""
     # As bytes: compare_digest raises a TypeError for a str that is not ASCII.
     return isinstance(received, str) and any(
         hmac.compare_digest(received.encode(), proof(token, *content).encode()) for token in tokens
@@ -79,7 +79,7 @@ def send(connection: socket.socket, content: Any, deadline: float) -> None:
     text = json.dumps(content).encode()
     connection.settimeout(
         max(0.001, deadline - time.monotonic())
-    )  # with 0 it would not wait at all
+    )  # a timeout of 0 would make the socket non-blocking
     connection.sendall(_LENGTH.pack(len(text)) + text)
 
 
@@ -126,8 +126,8 @@ def fill(
     """
     received = 0
     while received < len(body):
-        # Anew for each wait: a socket's timeout limits that alone, and a peer that sends a byte now
-        # and then could hold this process for ever.
+        # Set for each wait: a socket's timeout limits one wait only, and a peer that sends a byte
+        # now and then could hold this process for ever.
         left = deadline - time.monotonic()
         try:
             if left <= 0:

@@ -1,4 +1,4 @@
-"""Asks the servers of peers, and checks all that they answer; see ``peer_server``."""
+"""Asks the servers of peers, and checks their answers; see ``peer_server``."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LARGEST_ANSWER = 1 << 16
 
 
 class PeerError(ConnectionError):
-    """A peer could not answer, or what it sent is not to be trusted.
+    """A peer could not answer, or its answer cannot be trusted.
 
-    A stranger may have written the address in the message, which is one line of the log.
+    The message is made one line: a stranger may have written the address in it.
     """
 
     def __init__(self, message: str) -> None:
@@ -29,7 +29,7 @@ class PeerError(ConnectionError):
 
 
 class NothingThere(PeerError):
-    """A peer has nothing to give to a request, for example because it has left."""
+    """A peer has no answer to a request, for example because it has left."""
 
 
 class PeerClient:
@@ -43,8 +43,8 @@ class PeerClient:
 
     def __init__(self, tokens: Sequence[str], name: str, timeout: float) -> None:
         self._tokens, self._name, self.timeout = tuple(tokens) or ("",), name, timeout
-        # By address, where it was reached: to look up a name takes seconds where no name server
-        # answers.
+        # The place where each address was reached: a look-up of a name takes seconds where no name
+        # server answers.
         self._places: dict[str, Any] = {}
 
     def ask(self, address: str, *request: str, deadline: float) -> Any:
@@ -56,9 +56,9 @@ class PeerClient:
             deadline: When the answer must have arrived, by ``time.monotonic``.
 
         Raises:
-            PeerError: The peer does not answer, rejects the request, or is not to be trusted.
+            PeerError: The peer does not answer, rejects the request, or cannot be trusted.
         """
-        # A donor is silent while it copies and hashes its state.
+        # No limit of silence: a donor is silent while it copies and hashes its state.
         with self._asked(address, request, deadline, math.inf) as (_, question, answer):
             content = answer.get("answer")
             if not is_proven(self._tokens, answer.get("proof"), "answer", *question, content):
@@ -76,7 +76,7 @@ class PeerClient:
             address: As for ``ask``, with ``request`` and ``deadline``.
             *request: As for ``ask``.
             deadline: When all of it must have arrived.
-            into: Where it goes. It has the size of the body.
+            into: The memory to write it into, of the body's size.
 
         Raises:
             PeerError: The body does not arrive in time, or has another size.

@@ -1,4 +1,4 @@
-"""The server of a rank: it gives peers the group's state, and holds their notices.
+"""The server of a rank: it sends the group's state to peers, and keeps their notices.
 
 Strangers can reach it. So a connection that has not proven the run's token yet gets few resources:
 there are at most ``MOST_UNPROVEN`` of them, each for ``PROOF_WITHIN_S``, with a small request.
@@ -77,14 +77,14 @@ class PeerServer:
     def __init__(self, hostname: str | None, tokens: Sequence[str]) -> None:
         self.tokens = tuple(tokens) or ("",)
         self._listener = listen(hostname)
-        self._listener.settimeout(0.1)  # how often the loop looks whether to stop
+        self._listener.settimeout(0.1)  # so that the loop sees ``close`` soon
         port = self._listener.getsockname()[1]
         self.address = f"{bracketed(hostname or socket.gethostname())}:{port}"
         self.answers: dict[str, Callable[..., Any]] = {"post": self._post, "read": self._read}
         self.unproven = Strangers(MOST_UNPROVEN)
         self._rejections, self._shortages = RateLimitedCount(), RateLimitedCount()
         self._notices: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()  # of the notices: connections have threads of their own
+        self._lock = threading.Lock()  # for the notices: each connection has a thread of its own
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._accept_all, name="peer_server", daemon=True)
         self._thread.start()
@@ -92,8 +92,8 @@ class PeerServer:
     def close(self) -> None:
         """Stop accepting connections. Open connections are answered to their end."""
         self._closing.set()
-        # Daemon threads do not run any more while the interpreter is finalising: a join would only
-        # wait.
+        # Daemon threads do not run any more while the interpreter is finalising: a join would wait
+        # in vain.
         if not sys.is_finalizing():
             self._thread.join(self.CLOSE_WITHIN_S)
 
@@ -102,7 +102,8 @@ class PeerServer:
     def _post(self, key: str, notice: str) -> None:
         with self._lock:
             self._notices[key] = notice
-            while len(self._notices) > MOST_NOTICES:  # of earlier connections
+            # The oldest ones belong to earlier connections.
+            while len(self._notices) > MOST_NOTICES:
                 self._notices.popitem(last=False)
 
     def _read(self, *keys: str) -> dict[str, str]:
@@ -157,7 +158,7 @@ class PeerServer:
             self._log_rejection(host, name)
             send(connection, {"error": "rejected"}, deadline)
             return
-        self.unproven.discard(connection)  # it is a peer's
+        self.unproven.discard(connection)  # the token is proven: it is a peer's
         with contextlib.ExitStack() as stack:
             try:
                 answer = self.answers[request[0]](*request[1:])

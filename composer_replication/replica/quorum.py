@@ -128,18 +128,18 @@ def group_names(members: Iterable[str]) -> str:
 
 
 def other_settings(reports: Reports, own_name: str) -> dict[str, str]:
-    """Name the members that have to leave: their settings, model or ranks are not the run's.
+    """Name the members that have to leave because their settings, model or ranks are not the run's.
 
     Those of the first member that was in a quorum before are the run's. If all members are new, it
     is the first one with the newest state.
 
     Rank r of a group averages with rank r of the others, and their messages are as long as the
     rank's part of the model. If a peer's message has another length, gloo aborts the process
-    without a Python error. So this comes before any connection.
+    without a Python error. So this check comes before any connection.
 
     Args:
         reports: Of all members.
-        own_name: The member whose view it is.
+        own_name: The name of this member.
 
     Returns:
         What to log, by the member's name.
@@ -155,13 +155,13 @@ def other_settings(reports: Reports, own_name: str) -> dict[str, str]:
 def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> None:
     """Compare this group's ranks with those of the groups in training, before they notice it.
 
-    The members that a lighthouse lists have not proved that they belong to the run. So this group
-    leaves only if all of them have another number of ranks.
+    The members that a lighthouse lists may be strangers. So this group leaves only if all of them
+    have another number of ranks.
 
     Args:
         status: The lighthouse's status.
-        replica_id: The name of this group. A member with this name is an earlier incarnation of it
-            and does not count.
+        replica_id: The name of this group. A member with this name is an earlier process of it and
+            does not count.
         num_ranks: Its ranks now.
 
     Raises:
@@ -225,10 +225,10 @@ def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: Previo
 
 
 def members_before(reports: Reports) -> frozenset[str]:
-    """The members that the previous quorums of all these members had, but for those left out.
+    """The members of these members' previous quorums, without those that were left out.
 
-    Of all reports, not of this member's own memory: a joiner has none, and would use the quorum and
-    wait in it for those that decline it.
+    It reads all reports, and not this member's own memory: a joiner has none, and would use the
+    quorum and wait in it for those that decline it.
     """
     return frozenset(
         name
@@ -314,7 +314,7 @@ def members_to_leave_out(reports: Reports, min_replica_size: int = 1) -> frozens
 def restrict_quorum(quorum: Any, reports: Reports, group_rank: int) -> Any:
     """Reduce a quorum to those of its members whose reports are given.
 
-    It also assigns the donors of the joiners anew, among the members that stay, by the rule of
+    It also chooses the donors of the joiners again, among the members that stay, by the rule of
     torchft's ``manager.rs`` (``compute_quorum_results``): the members behind the highest step take
     the members at that step as donors in turn.
 

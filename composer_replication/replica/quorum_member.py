@@ -1,4 +1,4 @@
-"""This group as a member of quorums: what it reports, and what it remembers between two."""
+"""This group as a member of quorums: what it reports, and what it remembers between quorums."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class AtFaultError(ConnectionError):
 
 @dataclass(eq=False, repr=False)
 class QuorumMember:
-    """Decides with the other members of each quorum what becomes of it.
+    """Decides with the other members of each quorum whether and how to use it.
 
     Each member adds a ``Report`` to the handle that torchft passes around (``manager.py``,
     ``reconfigure_handle``). All members read the same reports, so all come to the same conclusion:
@@ -81,7 +81,7 @@ class QuorumMember:
       without it (``members_to_leave_out``) |
     | all members still have the connection of the previous quorum, and nobody joined or left | it
       keeps the connection |
-    | none of these | it connects to the members anew |
+    | none of these | it connects to the members again |
 
     A member whose address does not answer another one reaches the lighthouse all the same, so it is
     in every quorum. Left out it asks for quorums like the others, trains nothing meanwhile, and is
@@ -109,15 +109,17 @@ class QuorumMember:
     Attributes:
         reports: Those of the members of the last quorum.
         keeps_connection: Whether the last quorum is used with the connection of the one before.
-        blamed: Where the reason lies why the last sync failed, if it did: in ``this`` group, in
-            ``another`` one (also if one has joined or left since), or None if nobody can be named.
+        blamed: Which group made the last sync fail: ``this`` one, ``another`` one (also if one has
+            joined or left since), or None if it did not fail or nobody can be named.
     """
 
     LEAVES_AFTER_S: ClassVar = 30.0
-    """For how long the member at fault tries again. An interruption of 20 s ends nobody."""
+    """For how long the member at fault tries again, in seconds. No group leaves for an interruption
+    of 20 s."""
 
     REJECTIONS: ClassVar = (SettingsMismatch, DuplicateIdError)
-    """Why this group leaves. The name is the key in the store that has the reason."""
+    """The errors with which a group has to leave. The class name is the key of the reason in the
+    store."""
 
     name: str
     own: Report
@@ -137,7 +139,7 @@ class QuorumMember:
     _rejection: ValueError | None = field(init=False, default=None)
     _warned: dict[str, set[str]] = field(init=False, default_factory=dict)
 
-    # ---- what this member says ---------------------------------------------------------------
+    # ---- what this member reports ------------------------------------------------------------
 
     def add_report(self, handle: str, step: int) -> str:
         """Add this member's report to torchft's handle, for a request for a quorum.
@@ -149,11 +151,12 @@ class QuorumMember:
         Raises:
             AtFaultError: Syncs have failed because of this group for too long.
         """
-        if self._leave_reason and self.own.connection is None:  # the sync has failed once more
+        if self._leave_reason and self.own.connection is None:  # the sync has failed again
             raise AtFaultError(self._leave_reason)
         settings = dict(self.own.settings)
         if self.own.previous is not None:
-            settings.pop(TENSORS, None)  # long, and needed only to say why a joiner is refused
+            # They are long, and only needed to say why a joiner is refused.
+            settings.pop(TENSORS, None)
         report = replace(
             self.own,
             step=step,
@@ -173,10 +176,10 @@ class QuorumMember:
         """End the thread that tries addresses again."""
         self._recheck.stop()
 
-    # ---- what it makes of the reports of all -------------------------------------------------
+    # ---- what it concludes from all reports ---------------------------------------------------
 
     def use(self, quorum: Any, vote: Callable[[bool], bool]) -> Any:
-        """Decide what becomes of a quorum, as all its other members do.
+        """Decide whether and how to use a quorum, as all its other members do.
 
         Args:
             quorum: torchft's ``QuorumResult``.
@@ -229,7 +232,7 @@ class QuorumMember:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
-        # torchft makes up an empty handle for a group that has no rank of this number.
+        # torchft gives a group without a rank of this number an empty handle.
         unread = handles.keys() - reports.keys()
         strangers = [name for name in unread if handles[name] or not self.ranks[0]]
         doubles = second_holders(reports) - {self.name}
@@ -252,7 +255,8 @@ class QuorumMember:
             )
             self.missing.add_all(self.reports)
         elif absent := members_before(reports) - reports.keys():
-            # Nor by their own clocks: with quorums of two out of three each began at another time.
+            # One member's wait counts for all: with quorums of two out of three, each began at
+            # another time.
             if not any(report.has_waited for report in reports.values()):
                 self.missing.add_living(absent)
         self.own.previous, self.reports = current, reports
@@ -262,8 +266,8 @@ class QuorumMember:
     def _fits(self, reports: Reports) -> bool:
         """Whether all members have the run's settings; always true on ranks other than 0.
 
-        Only rank 0 compares, because torchft tells higher ranks nothing of a group that has no such
-        rank. Its vote is that of all ranks.
+        Only rank 0 compares, because torchft gives higher ranks no report of a group that has no
+        such rank. Its vote decides for all ranks.
         """
         if self.ranks[0]:
             return True
@@ -316,17 +320,18 @@ class QuorumMember:
                 self._rejection = kind(self.store.get(kind.__name__).decode())
         if self._rejection is None:
             return
-        if self.ranks[1] > 1:  # the store ends with rank 0, which waits until all have read it
+        # The store ends with rank 0, which therefore waits until all ranks have read it.
+        if self.ranks[1] > 1:
             with suppress(TimeoutError):
                 vote(False)
         raise self._rejection
 
     def _assign_blame(self, reports: Reports) -> None:
-        """Note who is to blame for the failure of the last sync, and start with a clean record.
+        """Note which group made the last sync fail, and forget this group's errors of that sync.
 
         The group at fault does not leave at once: the other members have it in their quorum, and
         would wait for it there. It leaves when the sync in this quorum has failed too. The others
-        do not count these failures as theirs, so they do not leave.
+        do not count these failures, so they stay.
         """
         culprit = at_fault(reports)
         managers = {name: report.manager for name, report in reports.items()}
@@ -363,7 +368,7 @@ class QuorumMember:
             "unreachable",
             {n: warning.format(group_names([n]), describe_fault(n, reports)) for n in left_out},
         )
-        # Broken connections between two members that stay are found again when they connect.
+        # Two members that stay find a broken connection again when they connect.
         own = reports[self.name].unreachable
         broken = reports.keys() & own if self.name in left_out else left_out.intersection(own)
         self._recheck.stop()
@@ -388,7 +393,7 @@ _DOUBLE = (
 
 
 class Recheck:
-    """Tries addresses on a thread until all have answered; ``names``: those that have not yet."""
+    """Tries addresses on a thread until all have answered; ``names`` has those that have not."""
 
     EVERY_S = 0.5
 

@@ -133,7 +133,7 @@ _NOT_NAMED: tuple[Hashable, Part] = object(), Part("", 0)
 
 
 class Donor:
-    """Answers joiners: with names at once where they are known, and with bytes.
+    """Answers joiners: with the names of states, at once if they are known, and with their bytes.
 
     In a quorum, where all groups wait, nothing is copied: the state cannot change before the vote,
     so its own memory is sent. If a joiner has given up and the vote is over, that memory changes

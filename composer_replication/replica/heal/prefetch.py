@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 
 WAIT_FOR_COMMIT = 4.0
-"""For how many times as long as a download takes a joiner waits for the next commit, after which
-there is most time for another. If that is not over then, syncs are so rare that the next download
-will hardly be overtaken."""
+"""A joiner waits for the next commit at most so many times as long as its download took: right
+after a commit there is most time for another download. If no commit comes in that time, syncs are
+so rare that they hardly overtake the next download."""
 
 
 class Prefetch:
@@ -64,7 +64,7 @@ class Prefetch:
         Raises:
             PeerError: There are donors, and none of them could send the state, or none fast enough:
                 a download that peers overtake again and again may take a quarter of ``timeout``.
-                This group would only hold up the others.
+                This group would only delay the others.
         """
         reasons: list[str] = []
         for donor in _donors(self._lighthouse_addr, self._rank, self._transport):
@@ -72,7 +72,7 @@ class Prefetch:
                 return self._fetch_from(donor, follows_commit)
             except PeerError as error:
                 log.warning("No global state from %s: %s", donor, error)
-                # Otherwise it has just left or died: it is no donor.
+                # Otherwise it has just left or died, and is no donor any more.
                 if not isinstance(error, NothingThere) and _answers(donor):
                     reasons.append(str(error))
         if reasons:
@@ -85,8 +85,8 @@ class Prefetch:
         """Return the state that was downloaded, or another one if the peers have committed since.
 
         Call it right before the quorum, and prepare what it returns; that takes time, so call it
-        again until it returns the same object. None if nothing was downloaded. If the peers commit
-        again before a state is prepared that was fetched right after a commit, it gives up.
+        again until it returns the same object. None if nothing was downloaded. It gives up if the
+        peers commit again before a state is prepared that was fetched right after a commit.
 
         Raises:
             PeerError: See ``fetch``.
@@ -155,7 +155,7 @@ class Prefetch:
 def _donors(lighthouse_addr: str, rank: int, transport: HealTransport) -> Iterator[str]:
     """The servers of the living groups of the last quorum, the highest step first.
 
-    Of those the first is the one that a quorum makes the donor of this rank if nobody else joins
+    The first of them is the one that a quorum makes the donor of this rank if no other group joins
     (``restrict_quorum``): it then knows the state's name already.
     """
     members = read_status(lighthouse_addr).members

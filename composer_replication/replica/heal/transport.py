@@ -1,11 +1,11 @@
-"""torchft's checkpoint transport for heals: authenticated, checked by hash, and without pickles.
+"""Our transport for torchft's heals: authenticated, checked by hash, and without pickles.
 
 torchft's own ``HTTPTransport`` unpickles whatever the peer sends. It advertises the machine's host
 name, whatever ``hostname`` is. And it serves only while the donor waits in a quorum, so that a slow
 download stops all groups.
 
-Here the state has a name, its SHA-256. A joiner may fetch it before it asks for a quorum. In the
-quorum it then needs nothing but the name, and sees that it has this state already.
+Here the state has a name, its SHA-256. A joiner may fetch the state before it asks for a quorum. In
+the quorum it then needs only the name, and sees that it has this state already (ADR-011).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Ask a donor for an offer; see ``Donor.answers``.
 
         Raises:
-            PeerError: It does not answer in time, or is not to be trusted.
+            PeerError: It does not answer in time, or cannot be trusted.
         """
         answer = self._client.ask(address, *request, deadline=time.monotonic() + limit_s)
         try:
@@ -119,7 +119,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         return into
 
     def forget_download(self) -> memoryview | None:
-        """Give up what has been downloaded, and return its memory for the next download."""
+        """Drop what has been downloaded, and return its memory for the next download."""
         bodies, self.downloads, self._loaded = list(self.downloads.values()), {}, None
         return bodies[0] if bodies else None
 
@@ -148,7 +148,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             timeout: Limit of each answer, to which the time for the state's bytes is added.
 
         Raises:
-            PeerError: The state could not be had in time, or is not to be trusted.
+            PeerError: The state did not arrive in time, or cannot be trusted.
         """
         del src_rank
         limit_s = timeout.total_seconds()
@@ -181,7 +181,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         return rest
 
     def shutdown(self, wait: bool = True) -> None:
-        """Offer nothing any more. What is being sent is sent to its end."""
+        """End all offers. Transfers that have begun are completed."""
         del wait
         for kind in self._donor.answers:
             self._server.answers.pop(kind, None)
