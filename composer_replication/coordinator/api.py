@@ -44,7 +44,7 @@ from composer_replication.settings import DiLoCoSettings
 log = logging.getLogger(__name__)
 
 Record = Callable[[], Mapping[str, Any]]
-"""Returns what a run's folder adds to the page's data, or has more of; see ``RunData.page``."""
+"""A function that returns what a run's folder adds to the page's data; see ``RunData.page``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class RunFacts:
         source: Where the settings come from, for people.
         num_replicas: Number of groups that a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
-        digest_every: Of the groups that do not name it themselves.
+        digest_every: For the groups whose config does not name it.
         model_section: The config's ``model``, if it has one. Groups compare digests of its values
             with their own before they build the model.
         record: What the run's folder adds to the page's data. None: the service knows no such
@@ -75,7 +75,7 @@ class RunFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run, and what there is to say about it.
+    """A run, and what the coordinator knows about it.
 
     Args:
         facts: What is fixed about it.
@@ -83,8 +83,8 @@ class RunData:
         streams: Their sample streams.
         events: What has happened.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
-        is_host_guessed: Whether nobody has named this machine. A group then reaches the lighthouse
-            by the host by which it has reached this service.
+        is_host_guessed: Whether the machine's name is a guess. A group then reaches the lighthouse
+            under the host name with which it has reached this service.
     """
 
     facts: RunFacts
@@ -98,7 +98,7 @@ class RunData:
         """The settings that all replica groups adopt, and what else they need to start.
 
         Args:
-            host: By which the one who asks has reached this service.
+            host: The host name with which the group has reached this service.
         """
         lighthouse_addr = self.lighthouse_addr
         if host and self.is_host_guessed:
@@ -118,7 +118,7 @@ class RunData:
         }
 
     def status(self) -> dict[str, Any]:
-        """What this service knows about the run. Groups ask for it too."""
+        """What this service knows about the run. Groups read it too."""
         replicas = self.registry.replicas()
         run = self.info()
         del run["model_section"]  # the page may be sent to others
@@ -191,7 +191,7 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
     def page_data() -> dict[str, Any]:
         """Return everything that the page shows: the status, and what the run's folder has.
 
-        It may take a second. What decides about a run asks for the status.
+        It may take a second. Programs that decide about a run read the status instead.
         """
         return run.page()
 

@@ -1,4 +1,4 @@
-"""The requests that a replica group makes to the coordinator, and what counts as its answer."""
+"""The requests of a replica group to the coordinator, and the checks of its answers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RunInfo:
     torchft: str
     digest_every: int
     outer_step: int
-    """The largest one that the coordinator knows of."""
+    """The largest outer step that the coordinator knows."""
     model_section: Mapping[str, str]
     """Digests of the values of its config's ``model``."""
 
@@ -89,7 +89,7 @@ class RunInfo:
     def check_settings(self, named: Mapping[str, Any], address: str) -> None:
         """Compare the settings that a config names with the coordinator's.
 
-        What it leaves open is no difference: None where a value is chosen for it.
+        A value of None is no difference: the settings choose a value for it.
 
         Raises:
             SettingsMismatch: One differs; the message lists both values of each.
@@ -153,7 +153,7 @@ class CoordinatorClient:
 
     TIMEOUT_S = 5.0
     LOG_AT = (4, 20)
-    """The attempts at which a wait is logged; after these every hundredth."""
+    """The attempts at which a wait is logged; after these every hundredth one."""
 
     def __init__(self, address: str, token: str | None, retry_s: float = 5.0) -> None:
         if not address.startswith(("http://", "https://")):
@@ -188,7 +188,7 @@ class CoordinatorClient:
     ) -> Answer:
         """Repeat a call while it raises an error, up to ``retry_s``, with a back-off.
 
-        Every wait for the coordinator is in here.
+        Every wait for the coordinator is in this method.
         """
         is_late = tenacity.stop_after_delay(self._retry_s)
         retrying = tenacity.Retrying(
@@ -351,7 +351,7 @@ class CoordinatorClient:
         """
 
         def send() -> list[int]:
-            # Every attempt states the age anew: a sync that looks younger than it is could look
+            # Every attempt computes the age again. A sync that looks younger than it is could look
             # later than the death of a group that took part in it.
             body = dataclasses.asdict(report)
             body["age_s"] = time.monotonic() - body.pop("ended_at")
@@ -360,7 +360,7 @@ class CoordinatorClient:
         return self.retry(send)
 
     def rewind(self, outer_step: int, ledger: Sequence[Sequence[int]]) -> None:
-        """Say that the run continues from a checkpoint's model."""
+        """Report that the run continues from a checkpoint's model."""
         self.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
     def _settings_of(self, values: Mapping[str, Any]) -> DiLoCoSettings:

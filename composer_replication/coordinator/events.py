@@ -25,7 +25,7 @@ CREATE TABLE IF NOT EXISTS events (
 class Events:
     """The table of a run's events: who came and went, who was refused, from which address.
 
-    Each is logged too. Of a long run the newest are kept.
+    Each event is logged too. Of a long run the newest events are kept.
 
     Args:
         database: Holds the table.
@@ -59,10 +59,10 @@ class Events:
 
     @contextmanager
     def action(self, what: str, source: str | None) -> Iterator[None]:
-        """Add that the block was executed, or why it was refused.
+        """A context that records whether its block was executed, or why it was refused.
 
         Args:
-            what: What a request asks for, and who. It must not contain secrets.
+            what: What the request asks for, and who asks. It must not contain secrets.
             source: The address that it comes from.
         """
         try:
@@ -73,7 +73,7 @@ class Events:
         self.try_to_add(f"{what}, from {source}")
 
     def try_to_add(self, text: str) -> None:
-        """Add an event of a request, which a full disk does not stop."""
+        """Add an event, if the disk allows it: the request goes on with a full disk."""
         try:
             self.add(text)
         except StorageError as error:  # the log has it, and the request has its own answer

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def ask_for_run(options: ReplicaOptions) -> RunInfo:
-    """What the coordinator says about the run, for every rank of the group.
+    """Ask the coordinator about the run, on rank 0, and return the answer on every rank.
 
     Args:
         options: Of this group, with ``coordinator_addr``.
@@ -66,7 +66,7 @@ class Membership:
     Attributes:
         client: This rank's connection to the coordinator, closed by ``leave``.
         replica_id: The group's name.
-        session: Of the registration, on rank 0.
+        session: The session of the registration, on rank 0.
         stream: The sample stream that the group reads, set by its data; 0 for none.
 
     Raises:
@@ -121,8 +121,8 @@ class Membership:
         self._thread.start()
 
     def _register_name(self) -> None:
-        # A group that was started again has to wait until its predecessor looks dead. So has one
-        # in training whose coordinator has come back with a session of before on its record.
+        # A group that was started again waits until its predecessor looks dead. So does a group in
+        # training whose coordinator has come back with an earlier session on its record.
         self.client.with_limits(self._timeout_s + 1.0).retry(
             lambda: self.client.register(self._registration), on=NameTakenError
         )
@@ -143,7 +143,7 @@ class Membership:
             raise self._refusal
 
     def report_progress(self, progress: Mapping[str, Any]) -> None:
-        """What the next heartbeat says."""
+        """Set what the next heartbeat reports."""
         self._progress = {
             name: value
             for name, value in progress.items()
@@ -214,8 +214,8 @@ class Membership:
     def _send_all(self) -> None:
         # Everything is sent once: the next round is the next attempt.
         self._heartbeat(self.client.with_limits(retry_s=0.0))
-        # The coordinator answers heartbeats from memory, the rest after its database. While that
-        # stands still these two must not delay the next heartbeat past the time limit.
+        # The coordinator answers heartbeats from memory, and the rest from its database. While the
+        # database stalls, these two requests must not delay the next heartbeat past the limit.
         behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
         self.send_report(behind_database)
 
@@ -231,7 +231,7 @@ class Membership:
 
 
 def client_of(options: ReplicaOptions) -> CoordinatorClient:
-    """A connection to this group's coordinator."""
+    """Return a connection to this group's coordinator."""
     assert options.coordinator_addr is not None, "asked only where there is one"
     token = ReplicaEnv.from_env(os.environ).token
     return CoordinatorClient(options.coordinator_addr, token)

@@ -85,7 +85,7 @@ def write_report_html(folder: Path, data: Mapping[str, Any]) -> Path:
 
 
 def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what a run's folder has. It has every sync, which heartbeats do not.
+    """Add what a run's folder has: it has every sync, and heartbeats do not.
 
     Args:
         status: As ``/v1/status`` returns it.

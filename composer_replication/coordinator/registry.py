@@ -43,9 +43,9 @@ class Incarnation:
 
     Attributes:
         session: Its random name.
-        registered_at: When it registered, by the registry's clock; when this service began, if it
-            did so before.
-        last_seen: When its last heartbeat came, likewise.
+        registered_at: When it registered, by the registry's clock; when this service started, if it
+            registered before.
+        last_seen: When its last heartbeat came, by the same clock.
         progress: What its last heartbeat reported; None if none has come since this service began.
         left_at: When it left or its processes ended; None before.
     """
@@ -212,7 +212,8 @@ class Registry:
     def ended_at(self, replica_id: str, session: str) -> float | None:
         """When an incarnation of a group ended, by ``clock``; None if it may be alive.
 
-        An end that this process has not seen counts from the latest time at which it can have been.
+        An end that this process has not seen counts as the latest time at which it can have
+        happened.
 
         Args:
             replica_id: Name of the group.

@@ -159,9 +159,9 @@ def _start_lighthouse_beside(
 
 
 def _reachable_as(bind: str, hostname: str | None) -> tuple[str, bool]:
-    """The host by which groups reach an address, and whether that is a guess: the machine's name.
+    """The host name for groups, and whether it is a guess, namely the machine's own name.
 
-    It is one where the service listens on every interface, and nobody has named the machine.
+    It is a guess if the service listens on every interface and no ``hostname`` was given.
     """
     host = hostname or bind.rpartition(":")[0].strip("[]")
     is_guessed = host in ("::", "0.0.0.0")

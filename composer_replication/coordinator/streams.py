@@ -25,8 +25,9 @@ class Streams:
     A dead group's stream is closed once a sync has committed without the group. Closing it earlier
     would lease samples to others that the group's last sync may still put into the model.
 
-    A silent group may only have been stopped, and gives its stream back itself when it has taken
-    over the others' state. So it is closed when an epoch has no samples left but leased ones.
+    A silent group may only be suspended, and releases its stream itself after it has taken over the
+    others' state. So its stream is closed only when an epoch has no samples left except leased
+    ones.
 
     Args:
         database: Holds all of this.
@@ -64,7 +65,7 @@ class Streams:
         return is_new
 
     def store_outer_step(self, outer_step: int) -> None:
-        """Store an outer step. A run with outer steps is not started anew by accident."""
+        """Store an outer step: a run that has any must not start from nothing by accident."""
         with self._database.transaction() as cursor:
             if outer_step > _read_outer_step(cursor):
                 _set_outer_step(cursor, outer_step)
@@ -96,7 +97,7 @@ class Streams:
         return lost
 
     def release(self, stream: int, ledger: LedgerEntries) -> list[int]:
-        """Close a stream that its group reads no more: one that was lost is closed already.
+        """Close a stream that its group no longer reads. A stream that was lost is closed already.
 
         Args:
             stream: Key of the stream.

@@ -48,7 +48,7 @@ class FixedShards:
 
     def lease(self, number: int, epoch: int) -> Lease:
         """The lease of a number, in ascending order; an empty one follows those of each epoch."""
-        del epoch  # the number says it
+        del epoch  # the number of the lease tells the epoch
         while self._newest.number < number:
             self._newest = next(self._leases)
         return self._newest

@@ -36,8 +36,8 @@ def group_data_of(
     Args:
         loader: The job's training loader.
         options: Of this group.
-        diloco: Which will train on it.
-        membership: In a run with a coordinator, which then leases the samples; else None.
+        diloco: The DiLoCo that will train on it.
+        membership: The group's, in a run with a coordinator, which leases the samples; else None.
         sync_idle: See ``LeasedData``.
         epochs: After how many epochs training ends; infinite if it does not end by epochs.
 
@@ -87,13 +87,13 @@ class GroupData:
 
     @property
     def _samples_read(self) -> float:
-        """Samples of all groups that have been trained on, if the others are at this one's pace."""
+        """Trained samples of all groups, if the other groups are as fast as this one."""
         return self.position.samples * (self._options.num_replicas or 1)
 
     def state_dict(self) -> dict[str, int]:
         """The position after the samples that were trained on, for a checkpoint or another fit.
 
-        In a batch whose inner step has not been made yet this is the position before the batch.
+        Before the inner step of a batch has been taken, this is the position before that batch.
         """
         is_trained = self._diloco.inner_steps > self._steps_before
         before = None if is_trained else self._loader.position_before
@@ -125,17 +125,17 @@ class GroupData:
         self._loader.begin(epoch, batches_done)
 
     def after_batch(self) -> None:
-        """The last batch has been trained on, also if its inner step was skipped."""
+        """Note that the last batch is over, also if its inner step was skipped."""
         self._loader.position_before = None
 
     def after_sync(self) -> None:
-        """A sync has ended: with a fixed shard there is nothing to report."""
+        """Called after each sync: with a fixed shard there is nothing to report."""
 
     def end(self) -> None:
-        """Training has ended: nor is there here."""
+        """Called when training has ended: with a fixed shard there is nothing to do."""
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading: training is over."""
         self._loader.pause()
 
 
@@ -213,7 +213,7 @@ class LeasedData(GroupData):
             client.reopen_stream(stream, self._start.samples, self._membership.session)
 
     def _open_stream(self) -> None:
-        """Release the stream so far, for what the model does not have of it, and read another."""
+        """Release the current stream, so that its other samples become available; read another."""
         stream = ask_on_rank_0(self._exchange_stream)
         self._diloco.read_from(stream)
         self._read(stream, StreamPosition())
@@ -254,9 +254,10 @@ class LeasedData(GroupData):
     def _has_more(self) -> bool:
         """Whether this epoch has more samples for this group, which waits until that is known.
 
-        Between epochs a group continues at once, and trains on samples that come back of an earlier
-        one later. In the last epoch it waits until all samples are in the model: nobody would train
-        on the samples of a group that dies after the others have ended.
+        Between epochs a group continues at once; if samples of an earlier epoch come back, it
+        trains on them later. In the last epoch it waits until all samples are in the model:
+        otherwise the samples of a group that dies after the others have ended would be trained by
+        none.
         """
         while True:
             with self._diloco.hang_watch.waiting_for_others():  # the coordinator may be away

@@ -46,7 +46,8 @@ class ReplicaDataLoader(DataLoader):
     Attributes:
         spec: What the groups have to agree on.
         position: The position in the stream after the last batch.
-        position_before: The position before it, until the batch has been trained on; else None.
+        position_before: The position before the last batch, until it has been trained on; else
+            None.
 
     Raises:
         ValueError: A size is below 1, or the dataset has no length.
@@ -122,7 +123,7 @@ class ReplicaDataLoader(DataLoader):
         return -(-self.spec.length // of_ranks) + num_units  # each may end in a smaller batch
 
     def pause(self) -> None:
-        """Be empty until ``begin``: at a resume Composer reads a batch of each past epoch."""
+        """Yield nothing until ``begin``: at a resume Composer reads a batch of each past epoch."""
         self._to_skip = None
 
     def begin(self, epoch: int, batches_done: int) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 
 LeaseSource = Callable[[int, int], Lease]
-"""Returns the lease of a number, the same whenever any rank of the group asks for it.
+"""A function that returns the lease of a number, the same for every rank and every call.
 
-The second argument is an epoch: a new lease is from it, or from what an earlier one has left.
+The second argument is an epoch: a new lease is from it, or from the rest of an earlier one.
 """
 
 

@@ -56,7 +56,7 @@ class EpochProgress:
         available: Samples that the next leases may have.
         trained_in_part: Samples that closed streams left in some fragments of the model only. They
             are trained on again.
-        trained_twice: How often a sample was in the model once more than it should be.
+        trained_twice: How often the model was trained on a sample again in the same epoch.
     """
 
     epoch: int
