@@ -43,7 +43,7 @@ class TrainerJob(Host):
     """What a replica group asks of a ``Trainer``. A joiner gets its step and its scheduler.
 
     Attributes:
-        trainer: Whose ``train`` runs, or has run last.
+        trainer: The Trainer whose ``train`` runs, or ran last.
     """
 
     name = "transformers"
@@ -65,7 +65,7 @@ class TrainerJob(Host):
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         own = self.trainer.optimizer
-        return getattr(own, "optimizer", own)  # accelerate wraps it
+        return getattr(own, "optimizer", own)  # accelerate has wrapped the optimizer
 
     def size_of(self, batch: Any, what: str) -> int:
         tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
@@ -126,7 +126,8 @@ class TrainerJob(Host):
         scheduler = self.trainer.lr_scheduler
         scheduler.load_state_dict(saved["schedule"])
         if saved["is_in_step"]:
-            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            # The donor took the step before it; torch warns if a scheduler steps before the
+            # optimizer.
             self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             scheduler.step()
         for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
@@ -171,7 +172,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
 
     @property
     def result(self) -> dict[str, Any]:
-        """How the last training has ended; empty before."""
+        """The result of the last training; empty before its end."""
         return self._group.result
 
     # ---- the Trainer's events, in the order in which they come ------------------------------

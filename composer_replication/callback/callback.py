@@ -102,7 +102,7 @@ class DiLoCoCallback(Callback):
 
     @property
     def result(self) -> dict[str, Any]:
-        """How the last fit has ended; empty before."""
+        """The result of the last fit; empty before its end."""
         return self._group.result
 
     # ---- Composer's events, in the order in which they come ---------------------------------
@@ -132,7 +132,7 @@ class DiLoCoCallback(Callback):
         self._is_loading = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Composer loads checkpoints before fit_start, where DiLoCo is built that it is loaded into.
+        # Composer loads checkpoints before fit_start, which builds DiLoCo. So the state is kept.
         self._group.continuation.load(state)
 
     def after_load(self, state: State, logger: Logger) -> None:
@@ -144,8 +144,8 @@ class DiLoCoCallback(Callback):
         check_loads(state)
         self._job.before_join()
         self._group.join(self._manager)
-        # Composer may fail to close the Trainer: Engine.__del__ of any other one unregisters the
-        # closes of all from atexit, which compares static methods.
+        # Composer may not close the Trainer: Engine.__del__ of any other Trainer unregisters the
+        # closes of all of them from atexit, which compares static methods.
         leave = functools.partial(self._group.leave_after_error, self._group.manager)
         when_over(Trainer.fit, leave)
         self._job.averages.after_join()
@@ -194,8 +194,8 @@ class DiLoCoCallback(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         if sys.is_finalizing():
-            return  # nobody has closed the Trainer, and torch has been taken apart
+            return  # the Trainer was not closed, and the interpreter has already dismantled torch
         error = sys.exc_info()[1]
-        if self.diloco is not None or error is not None:  # before fit_end, or after it
+        if self.diloco is not None or error is not None:  # an error before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
         self._group.close(error)

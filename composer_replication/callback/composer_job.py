@@ -56,7 +56,7 @@ class ComposerJob(Host):
         self._has_healed = False
 
     def before_join(self) -> None:
-        """A fit begins, in ``Trainer.fit``."""
+        """Prepare for a fit. Called in ``Trainer.fit``, before the group joins."""
         self.averages.before_join()
         self._schedules = Schedules(self.state)
         self._is_new = self.steps == 0
@@ -92,7 +92,7 @@ class ComposerJob(Host):
         assert trainer is not None and trainer._train_data_spec is not None, "a batch is of a fit"
         return getattr(trainer._train_data_spec, f"get_num_{what}_in_batch")(batch)
 
-    # ---- where it is ------------------------------------------------------------------------
+    # ---- the position in training ------------------------------------------------------------
 
     @property
     def steps(self) -> int:
@@ -104,7 +104,7 @@ class ComposerJob(Host):
             return None
         if end.unit == TimeUnit.BATCH:
             return end.value
-        # The length of such a loader is a bound.
+        # The length of a ReplicaDataLoader is an upper bound.
         is_shared = isinstance(state.train_dataloader, ReplicaDataLoader) and not is_bound
         if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
             # A group that has joined others counts their batches, but is at its own position in
@@ -216,8 +216,8 @@ class ComposerJob(Host):
     def _load_epoch(self, saved: dict[str, Any]) -> None:
         """Begin in the donor's epoch, and end at the donor's last batch.
 
-        The donor is in the middle of its epoch, and this group has all of it before it. With the
-        same number of epochs left, all others would wait at the end for this group.
+        The donor is in the middle of its epoch, and this group has the whole epoch before it. With
+        the same number of epochs left, all others would wait for this group at the end.
         """
         epoch, ends_at = saved["timestamp"]["epoch"] + saved["ends_epoch"], saved["ends_at"]
         self._adopt(_counts(self.state.timestamp), epoch)

@@ -20,8 +20,8 @@ SchedulerStates = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, 
 class Schedules:
     """Saves the states of the job's schedulers, and loads those of a donor.
 
-    torch's schedulers count their own steps. Composer's are functions of the timestamp, in one of
-    torch's whose count they do not read.
+    torch's schedulers count their own steps. Composer's are functions of the timestamp, wrapped in
+    a torch scheduler whose count they do not read.
 
     Args:
         state: Composer's state.
@@ -78,7 +78,8 @@ class Schedules:
     def end_batch(self, ends_epoch: bool) -> None:
         """Step the schedulers, as Composer does before it counts a finished batch."""
         if ends_epoch or not self._steps_by_epoch:
-            # The step before it was the donor's; torch warns of a scheduler that goes first.
+            # The donor took the step before it; torch warns if a scheduler steps before the
+            # optimizer.
             self._state.optimizers[0]._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             for scheduler in self._state.schedulers:
                 scheduler.step()

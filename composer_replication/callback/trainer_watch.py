@@ -25,7 +25,8 @@ from composer_replication.group.call_watch import POLL_S, caller, is_running
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
-"""How long a rank may wait in that barrier, in seconds. Others may still close their loggers."""
+"""How long a rank may wait in that barrier, in seconds: other ranks may still close their
+loggers."""
 
 
 def trainer_in_fit() -> Trainer | None:
@@ -58,7 +59,7 @@ def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
     while is_running(closing):
         top = sys._current_frames().get(thread_id)
         now = None if top is None else (top, top.f_lasti)
-        # Only the frames of a thread that waits are walked, see ``is_running``.
+        # It walks the frames of a thread only while that thread waits, see ``is_running``.
         if top is None or now != before or not _is_in_barrier(top, closing):
             since = time.monotonic()
         elif time.monotonic() - since > GRACE_S:
@@ -90,5 +91,5 @@ def _end(status: int) -> None:
 
 def _exit_status(error: BaseException | None) -> int:
     if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code  # Composer turns signals into these
+        return error.code  # Composer turns signals into SystemExit
     return 1

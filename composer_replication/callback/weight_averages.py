@@ -68,7 +68,7 @@ class WeightAverages(Averages):
         return self._ema is not None and self._ema.ema_started
 
     def after_load(self) -> None:
-        """Composer has loaded a checkpoint, or there is none."""
+        """Note what is in the model after Composer has loaded a checkpoint, if there is one."""
         self._is_loaded_active = self.are_saved
 
     def before_join(self) -> None:
@@ -226,7 +226,8 @@ class WeightAverages(Averages):
         try:
             yield
             if getattr(algorithm, "swa_completed", False) and not was_completed:
-                # SWA has put its average into the model for good, in all groups at one batch.
+                # SWA has put its average into the model for good, in all groups after the same
+                # batch.
                 weights.keep_shown()
                 diloco.make_local_global()
                 log.info("All groups continue from SWA's average of the global weights")

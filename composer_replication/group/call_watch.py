@@ -22,20 +22,20 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 
 _running: set[Callable[[], None]] = set()
-"""The ``leave`` of each fit that has not ended."""
+"""The ``leave`` of each fit that has not ended yet."""
 
-os.register_at_fork(after_in_child=_running.clear)  # a forked child is no replica group
+os.register_at_fork(after_in_child=_running.clear)  # a forked child process is no replica group
 
 
 def when_over(function: Callable[..., object], leave: Callable[[], None]) -> None:
     """Call ``leave`` when the call of a function that calls this has ended, or the process ends.
 
-    It is called on another thread, at most ``POLL_S`` seconds later. If the function does not call
-    this, nothing happens.
+    It is called on another thread, at most ``POLL_S`` seconds later. If that function is not among
+    the callers of this one, nothing happens.
 
     Args:
-        function: Such as ``Trainer.fit``.
-        leave: Has no effect if the group has already left.
+        function: A function whose call leads to this call, such as ``Trainer.fit``.
+        leave: A function without effect if the group has already left.
     """
     fit = caller(function)
     if fit is not None:
@@ -64,7 +64,7 @@ def _leave_all() -> None:
 
 
 def caller(function: Callable[..., object]) -> FrameType | None:
-    """The frame of a function that calls this, on this thread."""
+    """Return the frame of a function among the callers of this one, on this thread."""
     frames = (frame for frame, _ in walk_stack(sys._getframe()))
     return next((frame for frame in frames if frame.f_code is function.__code__), None)
 
@@ -72,10 +72,10 @@ def caller(function: Callable[..., object]) -> FrameType | None:
 def is_running(frame: FrameType) -> bool:
     """Whether a function call has not returned yet, asked from any thread.
 
-    To look for its frame in ``sys._current_frames()`` would mean to walk the frames of a thread
-    that creates and drops them meanwhile, which has crashed the interpreter (Python 3.11).
-    ``clear`` is one call, under the interpreter's lock: it raises while the frame is in use. Then
-    it drops the frame's local variables, which only a debugger could still read.
+    A search in ``sys._current_frames()`` walks the frames of a thread that creates and drops them
+    meanwhile, which has crashed the interpreter (Python 3.11). ``clear`` is one call under the
+    interpreter's lock: it raises while the frame is in use. Afterwards it drops the frame's local
+    variables, which only a debugger could still read.
     """
     try:
         frame.clear()

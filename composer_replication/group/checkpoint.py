@@ -111,7 +111,8 @@ class CheckpointLayout:
             json.dumps(progress),
             self._save_in_flight(state["in_flight"]),
             local=local,
-            # Also where the momentum is 0 at the moment, as in a row of a schedule.
+            # Also while the momentum is 0, as in a row of a schedule: keys may depend on settings
+            # alone.
             momentum=_momentum_of(fragments, always=bool(state["settings"].get("schedule"))),
             residual=state["residual"],
             theta={name: theta[name] for name in self._theta_beside},
@@ -177,7 +178,7 @@ class CheckpointLayout:
     def unpack(self, saved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Turn DiLoCo's part of a checkpoint back into the state of ``DiLoCo``.
 
-        The model has to hold the weights of the same checkpoint.
+        The model must hold the weights of the same checkpoint.
 
         Returns:
             The input of ``DiLoCo.load_state_dict``, and the local parameters by name.
@@ -222,7 +223,7 @@ class CheckpointLayout:
             odd = sorted(names ^ live.keys())[0]
             where = "only in the model" if odd in live else "not in the model"
             raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
-        # With another cut, the checkpoint's counts per fragment are of other fragments.
+        # If the model was cut elsewhere, the checkpoint's counts belong to other fragments.
         first = zip(progress["first_names"], (names[0] for names in self._fragments), strict=True)
         for index, (theirs, mine) in enumerate(first):
             if theirs != mine:
@@ -270,7 +271,7 @@ class CheckpointLayout:
         if isinstance(saved, str):
             try:
                 saved = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
-            except Exception as error:  # torch's are of many kinds
+            except Exception as error:  # torch raises errors of many classes
                 raise BadStateError(f"its sync in flight cannot be read ({error})") from error
         assert not isinstance(saved, str)
         return {**saved, "local": self._load_all(saved["local"])}

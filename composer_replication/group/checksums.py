@@ -59,7 +59,7 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _adds_its_part(tensor: Tensor) -> bool:
-    """Whether this rank adds its shard: of the ranks that hold the same shard, only one does."""
+    """Whether this rank adds its shard. Of the ranks that hold the same shard only one does."""
     if not isinstance(tensor, DTensor):
         return torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()

@@ -22,16 +22,17 @@ from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 class Continuation:
     """Keeps DiLoCo's state from one fit to the next, and from a checkpoint to the fit after it.
 
-    A trainer may load a checkpoint before there is a DiLoCo. It is checked before this group
-    contacts any other, so that none waits for a group that cannot start.
+    A trainer may load a checkpoint before DiLoCo is built. The checkpoint is checked before this
+    group contacts any other, so that no group waits for one that cannot start.
 
     Args:
         host: The group's trainer.
 
     Attributes:
         is_resumed: Whether this fit continues from a checkpoint.
-        ended: DiLoCo's state at the end of the fit before this one.
-        also_synced: What belonged to the global state before; some of it may be frozen by now.
+        ended: DiLoCo's state at the end of the previous fit; None before.
+        also_synced: Names of the parameters that belonged to the global state before, also of those
+            that are frozen now.
     """
 
     def __init__(self, host: Host) -> None:
@@ -44,7 +45,7 @@ class Continuation:
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
         self._layout: CheckpointLayout | None = None
         self._left: dict[str, int] | None = None
-        """Checksums of what the fit before has left in the model; None if nobody knows."""
+        """Checksums of what the previous fit has left in the model; None if that is not known."""
 
     def load(self, saved: dict[str, Any]) -> None:
         """Keep what a checkpoint has until the next fit begins."""
@@ -54,7 +55,7 @@ class Continuation:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
 
         Args:
-            path: Of the checkpoint, for errors.
+            path: The path of the checkpoint, for errors.
 
         Raises:
             BadStateError: It has training state, but no DiLoCo state.
@@ -73,7 +74,8 @@ class Continuation:
         Raises:
             BadStateError: The checkpoint is damaged, or is one of another model.
             SettingsMismatch: It was saved with other fragments.
-            ValueError: The fit before trained other parameters, or left other values of them.
+            ValueError: The previous fit trained other parameters, or the model holds other values
+                than it left.
         """
         before = () if self.ended is None else self.ended["fragments"]
         known = {name for fragment in before for name in fragment["theta"]}
@@ -123,7 +125,7 @@ class Continuation:
             )
 
     def start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
-        """Why this group must not begin the run; None if it may. A collective of its ranks.
+        """Return why this group must not begin the run; None if it may. A collective of its ranks.
 
         If the run has made outer steps already, a group with fresh parameters would become the
         donor of every group that comes back, and the run's training would be lost.
@@ -155,10 +157,10 @@ class Continuation:
         )
 
     def restore(self, diloco: DiLoCo) -> Mapping[str, int]:
-        """Give a new DiLoCo, and the model, what a checkpoint or the fit before has left.
+        """Load what a checkpoint or the previous fit has left into a new DiLoCo and the model.
 
         Returns:
-            Where the group has read its samples; empty if it begins with nothing.
+            The group's position in its samples; empty if it starts from nothing.
         """
         assert self._layout is not None, "begin has made it"
         state, local = self._resumed or (self.ended, {})
@@ -172,16 +174,17 @@ class Continuation:
         return state["reading"]
 
     def note_left(self) -> None:
-        """The model holds what this fit leaves in it."""
+        """Note that the model holds what this fit leaves in it."""
         assert self._layout is not None, "begin has made it"
         self._left = checksums(self._layout.live)
 
     def end(self, state: dict[str, Any], *, has_failed: bool = False) -> None:
-        """Keep what the fit has left, for the next one; without copies, as no step follows.
+        """Keep what the fit has left, for the next one: without copies, since no step follows.
 
         Args:
-            state: Of DiLoCo.
-            has_failed: Whether the fit has raised, so that nobody knows what the model holds.
+            state: The state of DiLoCo.
+            has_failed: Whether the fit has raised an error, so that it is not known what the model
+                holds.
         """
         self.ended = state
         if has_failed:
@@ -189,7 +192,7 @@ class Continuation:
 
     @property
     def loaded(self) -> dict[str, Any]:
-        """What a checkpoint has, until the next fit begins; else empty."""
+        """What was loaded from a checkpoint, until the next fit begins; otherwise empty."""
         return self._loaded or {}
 
     def packed(

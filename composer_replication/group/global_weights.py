@@ -79,7 +79,7 @@ class GlobalWeights:
         return value
 
     def saved(self, name: str) -> Tensor:
-        """What ``state_dict()`` of the model gives under a name: this rank's part of it."""
+        """Return this rank's part of what ``state_dict()`` of the model has under a name."""
         live = self._live[name]
         return local_tensor(live if self._is_left_alone() else self._like(live, self._theta[name]))
 

@@ -1,4 +1,4 @@
-"""What a replica group asks of its trainer, and what a user may say to it."""
+"""What a replica group asks of its trainer, and the arguments of a trainer's callback."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GroupArguments(ReplicaOptions, DiLoCoSettings):
 
 
 class Averages:
-    """The averages of weights that a trainer keeps: this one has none."""
+    """The averages of weights that a trainer keeps, such as EMA. This class stands for none."""
 
     exist = False
     """Whether the model may hold an average when it is saved or evaluated."""
@@ -56,19 +56,19 @@ class Averages:
 class Host:
     """A trainer, as its replica group sees it.
 
-    A trainer's side of the package has one subclass of it. What does not raise
-    ``NotImplementedError`` is the answer of a trainer that has no such thing.
+    Each trainer has a subclass. The methods that do not raise ``NotImplementedError`` are right for
+    a trainer that has no such thing.
     """
 
     name: str
-    """Of the trainer, for what it sends to a joiner."""
+    """The trainer's name: the key of what it sends to a joiner."""
     load_weights_only = "its weights alone"
-    """How to load no more of a checkpoint than the weights, for an error."""
+    """For an error: how to load only the weights of a checkpoint."""
     load_checkpoint = "load a checkpoint"
     load_from = "load_path"
-    """How to load a checkpoint, and the argument that names it."""
+    """For an error: how to load a checkpoint, and the argument that names it."""
     tokens_fix = "give each batch its tokens"
-    """What to do about a batch of which nobody can tell the tokens, for an error."""
+    """For an error: what to do about a batch whose tokens cannot be counted."""
     data_fix = (
         "ReplicaDataLoader(dataset, batch_size), or with a sampler that divides by REPLICA_GROUP_ID"
     )
@@ -95,7 +95,7 @@ class Host:
         return None
 
     def size_of(self, batch: Any, what: str) -> int:
-        """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if nobody can tell."""
+        """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if it is not known."""
         raise NotImplementedError
 
     def size_of_all(self, batch: Any, what: str) -> int:
@@ -117,19 +117,19 @@ class Host:
             )
         return total
 
-    # ---- where it is ------------------------------------------------------------------------
+    # ---- the position in training ------------------------------------------------------------
 
     @property
     def steps(self) -> int:
-        """Steps so far, of this group or of the one that it has joined; skipped ones too."""
+        """Steps so far, skipped ones included, of this group or of the one that it has joined."""
         raise NotImplementedError
 
     def last_step(self, *, is_bound: bool = False) -> int | None:
         """The step at which training ends; None if that is not known.
 
         Args:
-            is_bound: Whether an upper bound will do, as if this group got all samples that groups
-                share.
+            is_bound: Whether an upper bound is enough: the number if this group got all samples
+                that the groups share.
         """
         raise NotImplementedError
 
@@ -162,13 +162,13 @@ class Host:
     def state_dict(self) -> dict[str, Any]:
         """The position in training: numbers, strings, tensors and plain containers of these.
 
-        It is called on torchft's thread while the training thread waits for a sync. Without
-        collectives.
+        It is called on torchft's thread while the training thread waits for a sync, so it calls no
+        collective.
         """
         raise NotImplementedError
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue at the donor's position. On torchft's thread too."""
+        """Continue at the donor's position. It is called on torchft's thread too."""
         raise NotImplementedError
 
     def after_heal(self) -> None:

@@ -42,26 +42,27 @@ package_log = logging.getLogger("composer_replication")
 class ReplicaGroup:
     """One replica group of a DiLoCo run, for a trainer that calls these methods.
 
-    Before the first fit it is ``ask_coordinator``, and ``continuation.load`` for what a checkpoint
-    has. A fit is ``join``, then for each step ``begin_step``, ``count`` and ``end_step``, and at
-    last ``end``; or ``leave`` if it fails. Between two fits the group keeps its state, and the next
-    one continues from there. Every rank of the group makes each call.
+    Before the first fit a trainer calls ``ask_coordinator``, and ``continuation.load`` with what a
+    checkpoint has. For a fit it calls ``join``, then for each step ``begin_step``, ``count`` and
+    ``end_step``, and finally ``end``; or ``leave`` if the fit fails. Between two fits the group
+    keeps its state, and the next fit continues from it. Every rank of the group makes each call.
 
     Args:
         host: The trainer.
-        arguments: Those that were given: of ``DiLoCoSettings`` and of ``ReplicaOptions``.
+        arguments: The arguments that the user gave: fields of ``DiLoCoSettings`` and
+            ``ReplicaOptions``.
 
     Attributes:
-        settings: The run's.
-        options: This group's.
-        diloco: During a fit.
+        settings: The run's settings.
+        options: This group's options.
+        diloco: DiLoCo, during a fit; else None.
         data: The samples that the group trains on, during a fit, if the loader is one of ours.
         weights: Shows the global weights, from the first fit on.
         manager: Connects with the other groups, until this one leaves.
-        continuation: What a fit continues from, and what it leaves.
+        continuation: What a fit continues from, and what it leaves for the next.
         generators: The random generators, saved while the global weights are shown. A trainer that
             saves after an evaluation, before it goes on, has to restore them first.
-        result: Of the last fit; empty before its end.
+        result: The result of the last fit; empty before its end.
 
     Raises:
         ValueError: A setting or an option is out of range.
@@ -71,7 +72,7 @@ class ReplicaGroup:
         self.host = host
         self.settings = pick(DiLoCoSettings, arguments)
         self.options = pick(ReplicaOptions, arguments).with_environment()
-        self._arguments = arguments  # a coordinator's settings are compared with what was given
+        self._arguments = arguments  # a coordinator's settings are compared with what the user gave
         if package_log.level == logging.NOTSET:
             package_log.setLevel(logging.INFO)  # a trainer may set a level for its own package only
         self.diloco: DiLoCo | None = None
@@ -80,7 +81,7 @@ class ReplicaGroup:
         self.manager: Any = None
         self.result: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
-        """Of the last evaluation, by name; they become a part of the result."""
+        """The metrics of the last evaluation, by name, which become part of the result."""
         self._run: RunInfo | None = None
         self._membership: Membership | None = None
         self._folder = ReplicaFolder(None, "")  # until a fit begins
@@ -122,7 +123,7 @@ class ReplicaGroup:
         """Begin a fit: connect with the other groups, and wait for them.
 
         Args:
-            manager: The one to use, which is good for one fit. None: make one.
+            manager: The manager to use, for this fit only. None: make one.
 
         Raises:
             BadStateError: The checkpoint is damaged, or is one of another model.
@@ -171,7 +172,7 @@ class ReplicaGroup:
                 reports.resumed(diloco)
             self._report("training")
         except BaseException:
-            self.leave()  # the others would wait for this group while it sends heartbeats
+            self.leave()  # the others wait for this group as long as it sends heartbeats
             self._drop()
             raise
 
@@ -214,9 +215,9 @@ class ReplicaGroup:
     # ---- steps ------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """From now on a step of the optimizer is an inner step, until ``end_step``.
+        """Count the optimizer's steps as inner steps from now on, until ``end_step``.
 
-        Only those count: torch's get_optimizer_state_dict and set_optimizer_state_dict call
+        Others do not count: torch's get_optimizer_state_dict and set_optimizer_state_dict call
         ``step``, at a load and, for SGD, at every save.
         """
         if self.diloco is None:
@@ -242,10 +243,10 @@ class ReplicaGroup:
             self.diloco.count_tokens(self.host.size_of_all(batch, "tokens"))
 
     def end_step(self, loss: float | None = None) -> bool:
-        """The step is over, also if the optimizer was not called because of an overflow.
+        """End a step, also one in which the optimizer was not called because of an overflow.
 
         Args:
-            loss: Of the step, a mean over the group's ranks, if the trainer knows it.
+            loss: The loss of the step, a mean over the group's ranks, if the trainer knows it.
 
         Returns:
             Whether to end training, since the run's folder says so.
@@ -270,7 +271,8 @@ class ReplicaGroup:
         return True
 
     def _check_launcher(self) -> None:
-        # A rank that outlives its launcher would vote beside the group that is started again.
+        # A rank that outlives its launcher would vote in the name of the group that is started
+        # again.
         if world_size() > 1 and os.getppid() != self._parent:
             raise RuntimeError(
                 "the launcher of this group's ranks has died, so this rank ends. Start the group "
@@ -369,7 +371,7 @@ class ReplicaGroup:
     # ---- a fit ends -------------------------------------------------------------------------
 
     def end(self) -> None:
-        """The fit has ended well: sync what has not been synced, and leave the others."""
+        """End a fit without an error: sync the last inner steps, and leave the others."""
         if self.diloco is None:
             return
         with self.host.averages.out_of_the_model():
@@ -396,16 +398,16 @@ class ReplicaGroup:
         assert self.diloco is not None and self.weights is not None, "join has made them"
         state = self._diloco_state(self.diloco)
         self.continuation.end(state, has_failed=has_failed)
-        # Under DDP these have been gathered, so that rank 0 alone may save the model from now.
+        # Under DDP these have been gathered, so rank 0 alone may save the model from now on.
         self.weights.read_from({n: t for f in state["fragments"] for n, t in f["theta"].items()})
 
     def leave(self) -> None:
-        """Count no more steps and send no more heartbeats, else the others would wait.
+        """Count no more steps and send no more heartbeats: the others would wait for this group.
 
         The DiLoCo and the data stay: a later fit may continue from them.
         """
         if sys.is_finalizing():
-            return  # the threads have ended: no heartbeats are sent, and a wait would not return
+            return  # the threads have ended: no heartbeats are sent, and a wait would never return
         with self._leaving:
             self.host.averages.leave()
             if self.diloco is not None:
@@ -420,7 +422,7 @@ class ReplicaGroup:
                 self._membership = None
 
     def leave_after_error(self, manager: Any) -> None:
-        """Leave if the fit that has this manager is over and has not left. On any thread."""
+        """Leave if the fit with this manager is over and has not left. Any thread may call it."""
         with self._leaving:
             if self.manager is manager is not None:
                 self.leave()
@@ -433,10 +435,10 @@ class ReplicaGroup:
         self.diloco = self.data = None
 
     def close(self, error: BaseException | None = None) -> None:
-        """The trainer closes: leave for good. It may be repeated.
+        """Leave for good, when the trainer closes. It may be repeated.
 
         Args:
-            error: That ends the training, if one does.
+            error: The error that ends the training; None if there is none.
         """
         if error is not None:
             self._folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})

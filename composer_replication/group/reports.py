@@ -63,17 +63,18 @@ class Reports:
 
     @fence("the settings")
     def settings(self, source: str) -> None:
-        """Say what the settings are, and warn of some.
+        """Log the settings, and warn of those that are risky.
 
         Args:
-            source: Whose they are.
+            source: Where they come from, in words.
         """
         momentum = self._settings.momentum_warning(self._host.last_step(is_bound=True))
         if not rank():
             log.info("%s: %s", source, self._settings)
             if momentum:
                 log.warning("%s", momentum)
-        for text in filter(None, (momentum, self._settings.overlap_warning)):  # DiLoCo warns of it
+        # DiLoCo itself warns of the overlap.
+        for text in filter(None, (momentum, self._settings.overlap_warning)):
             self._folder.append(WARNING, {"warning": text})
 
     @fence("the start of this group")
@@ -174,12 +175,12 @@ class Reports:
         return None if self._settings.round_seconds is not None else self._settings.sync_every
 
     def _round(self, inner_steps: int, outer_step: int) -> float:
-        """Rounds so far. Where they have another length in each group, whole turns count."""
+        """Rounds so far. If a round has another length in each group, it counts whole turns."""
         steps = self._steps_of_all
         return inner_steps / steps if steps else outer_step / self._settings.fragment_count
 
     def result(self, diloco: DiLoCo, replica_id: str) -> dict[str, Any]:
-        """How the fit has ended. Every rank of the group has to call it."""
+        """Return the result of the fit. Every rank of the group has to call it."""
         buffers = {}
         if self._settings.sync_buffers == "none":  # each group has its own
             buffers = persistent_buffers(self._host.model)
@@ -192,18 +193,18 @@ class Reports:
             "own_buffers": {name: digest_of({name: b})[:8] for name, b in buffers.items()},
         }
 
-    # ---- where it is ------------------------------------------------------------------------
+    # ---- the position in training ------------------------------------------------------------
 
     def position(self, phase: str, diloco: DiLoCo, done: float = 0.0) -> dict[str, Any]:
         """Write the position in training to the group's folder, show it, and return it.
 
-        Cheap enough for every step.
+        It is cheap enough for every step.
 
         Args:
             phase: ``joining``, ``training`` or ``evaluating``.
             diloco: This group's DiLoCo.
-            done: The part of the samples that has been trained on, 0 to 1. Where nobody knows the
-                number of steps, it is estimated from this; 0: it is not.
+            done: The part of the samples that has been trained on, 0 to 1. If the number of steps
+                is not known, it is estimated from this; 0: no estimate.
         """
         step, known = self._host.steps, self._host.last_step()
         if known is not None:
@@ -256,7 +257,7 @@ class Reports:
 def numbers_of(report: SyncReport) -> dict[str, Any]:
     """Return a report as metrics: numbers only, since some loggers need that.
 
-    What a sync cannot tell is left out.
+    Values that are None are left out.
     """
     values = asdict(report)
     del values["inner_steps"], values["global_digest"], values["equal_samples"]
@@ -264,10 +265,10 @@ def numbers_of(report: SyncReport) -> dict[str, Any]:
 
 
 def members_of(manager: Any) -> dict[str, str]:
-    """The groups of the last quorum by name, with what differs between two lives of one group.
+    """The groups of the last quorum by name, each with the uuid of its current process.
 
     Args:
-        manager: Of this group. One without ``members`` trains alone.
+        manager: This group's manager. A group whose manager has no ``members`` trains alone.
     """
     names = (name.partition(":") for name in getattr(manager, "members", ()))
     return {name: life for name, _, life in sorted(names)}
