@@ -130,12 +130,12 @@ def descriptions(arguments: Any) -> str:
 
 
 def closest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that is most like an unknown one; None if none is."""
+    """Return the known name that is most similar to an unknown one; None if none is similar."""
     return next(iter(difflib.get_close_matches(str(name), [*known], n=1, cutoff=0.5)), None)
 
 
 def check_types(values: Any) -> None:
-    """Reject what is no flag, or no text, in a dataclass: YAML may have anything there.
+    """Reject values of a dataclass that do not have their field's type, as YAML may give them.
 
     Raises:
         ValueError: A value is of another type than its field.

@@ -115,8 +115,8 @@ def train(config: Config, overrides: Overrides = None) -> None:
     """
     checked = load_config(config, overrides or [])
     check_group(checked)
-    # Imported here: it takes seconds, and errors in the input should be printed before. The
-    # garbage collector would take one of them, to find that a million objects are all in use.
+    # Imported here: it takes seconds, and errors in the input should be printed before. The garbage
+    # collector would take one of these seconds, to find a million objects in use.
     gc.disable()
     from composer_replication.training.trainer import train as run
 

@@ -25,7 +25,7 @@ NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
 
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
-"""What to do where a job of several groups was started as a plain program."""
+"""The fix if a job of several groups was started as a plain program."""
 
 REMOVED_VARIABLES = {
     "COMPOSER_REPLICATION_TLS_DIR": REMOVED["tls_dir"],
@@ -122,7 +122,7 @@ class ManagerOptions(WaitOptions):
             group trains alone, without a network.
         min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
         timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        hostname: How peers reach this machine. Its store, manager, process group and heal server
+        hostname: How peers reach this machine. Its store, manager, process group and peer server
             listen on that address, if it is an address of this machine. None:
             ``COMPOSER_REPLICATION_HOSTNAME``, else the address from which this machine reaches the
             lighthouse; if that is a loopback address, its host name and every interface.

@@ -44,7 +44,7 @@ _PREFIX = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedRun:
-    """What is known of a run before it is made.
+    """What is known of a run before it starts.
 
     Args:
         params: Trainable parameters (n).
@@ -115,7 +115,7 @@ class PlannedRun:
     def link_for(self, share: float) -> float | None:
         """The slowest link, in bits per second, with which this share of the time is inner steps.
 
-        Without any time to send in, because of the host or of the round trips, there is none.
+        None: the host's work and the round trips leave no time to send in.
         """
         spare_s = self.train_s * (1 / share - 1) - self.host_s_per_param * self.params
         send_s = spare_s / self.settings.num_fragments - self._waits_s - 2 * self.rtt_s
@@ -127,8 +127,8 @@ def plan_table(run: PlannedRun, share: float) -> Table:
     """Compare DDP, vanilla DiLoCo and the run itself, in every wire format.
 
     Args:
-        run: Its own wire format does not matter.
-        share: Of the time, that should be inner steps.
+        run: The run. Its wire format has no effect.
+        share: The share of the time that should be inner steps.
 
     Raises:
         ValueError: The share is not between 0 and 1.

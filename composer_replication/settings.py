@@ -26,7 +26,7 @@ WeightBy = Literal["uniform", "steps", "samples", "tokens"]
 SyncBuffers = Literal["mean", "none"]
 
 AUTO = "auto"
-"""In place of ``round_seconds``: as long as the fastest group takes."""
+"""A value of ``round_seconds``: as long as the fastest group takes for ``sync_every`` steps."""
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 
@@ -204,7 +204,7 @@ class DiLoCoSettings:
 
     @property
     def overlap_warning(self) -> str:
-        """What is wrong with how syncs are overlapped; empty if nothing is."""
+        """A warning about how syncs are overlapped; empty if there is none."""
         if not self.discards_overlapped_steps:
             return ""
         delay = self.fragment_sync_delay
@@ -215,10 +215,10 @@ class DiLoCoSettings:
         )
 
     def momentum_warning(self, inner_steps: int | None) -> str:
-        """What is wrong with the outer momentum in a training of this length; empty if nothing is.
+        """Return a warning about the outer momentum in a training of this length; empty if none.
 
         Args:
-            inner_steps: Of a group, at most. None: nobody knows.
+            inner_steps: The most inner steps of a group in the training. None: not known.
         """
         if inner_steps is None or self.round_seconds is not None or self.changes_outer_numbers:
             return ""
@@ -246,7 +246,7 @@ class DiLoCoSettings:
     def outer_numbers_at(self, outer_step: int) -> tuple[float, float, bool]:
         """The outer SGD's learning rate, momentum, and whether that is Nesterov's.
 
-        Without momentum torch refuses Nesterov's, and plain SGD is the same.
+        torch refuses Nesterov without momentum; plain SGD is the same then.
 
         Args:
             outer_step: The number of the step, from 1. 0: before the schedule.
@@ -266,7 +266,7 @@ class DiLoCoSettings:
         for name in ("max_sync_retries", "outer_lr", "outer_momentum"):
             del agreed[name]
         if self.schedule is None:
-            del agreed["outer_nesterov"]  # the description of the outer optimizer has it
+            del agreed["outer_nesterov"]  # it is part of the description of the outer optimizer
         else:
             agreed["schedule"] = [*agreed["schedule"]]
         if self.fragment_patterns is not None:
@@ -415,7 +415,7 @@ class SettingsMismatch(ValueError):
 
 
 def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """The keys of which two have different values: what "the same settings" means, everywhere."""
+    """Return the keys whose values differ: this defines "the same settings" everywhere."""
     return [key for key in sorted(mine.keys() | theirs.keys()) if mine.get(key) != theirs.get(key)]
 
 

@@ -1,6 +1,7 @@
-"""Commands from functions and dataclasses, and the options that several have. Nothing heavy.
+"""Makes commands of functions and dataclasses, and has the options that several share.
 
-An option is an argument: its help is its line under ``Args:``, as typer's own is in an annotation.
+An option is an argument: its help is its line under ``Args:``. This module imports nothing that
+takes long.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
     """Make a function, or a dataclass that acts when it is made, a command.
 
     Args:
-        app: Of which it is a command.
-        name: Of the command. None: the function's.
+        app: The application that gets the command.
+        name: The command's name. None: the function's name.
         **settings: As for ``typer.Typer.command``.
     """
 

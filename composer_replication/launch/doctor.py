@@ -45,7 +45,7 @@ VARIABLES = re.compile("COMPOSER_REPL|TORCH|GLOO|NCCL|REPLICA_GROUP|NUM_REP|FSDP
 
 @dataclass
 class Job:
-    """What a group would come with. The checks fill it, in their order.
+    """The configuration with which a group would start. The checks fill it, in their order.
 
     Attributes:
         path: The config's file, if one is named.
@@ -140,7 +140,7 @@ def check_settings(job: Job) -> Iterator[Row]:
 
 
 def check_variables(job: Job) -> Iterator[Row]:
-    """Variables are shown, but for the token; the command line's options beat them."""
+    """Show the variables except the token; the command line's options have precedence."""
     named = sorted(filter(VARIABLES.match, os.environ))
     shown = (f"{name}={'(set)' if name == TOKEN else os.environ[name]}" for name in named)
     yield OK, "variables", ", ".join(shown) or "none of those that are read here is set"

@@ -19,7 +19,7 @@ MAX_DIGESTS = 1000
 """Digests of a group that are kept, for comparison with those of slower groups."""
 
 MAX_EVENTS = 100
-"""Most events of a run on its page, and so of a group: the newest."""
+"""The most events on the page of a run, and so of a group: the newest ones."""
 
 COSINES = 20
 """Syncs over which cosines are averaged, to judge the outer loop."""
@@ -53,7 +53,7 @@ class Group:
     Attributes:
         name: The group's id.
         status: The newest ``status.json``.
-        others: By kind, its events that are no syncs.
+        others: Its events other than syncs, by kind.
         result: Its final result; empty if it has none.
         newest: Its newest sync; empty before the first.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
@@ -68,7 +68,7 @@ class Group:
         self.name = folder.name.removeprefix("replica_")
         self._folder = folder
         self._reader = JsonLineReader(folder / EVENTS)
-        self._began = time.time()  # a run that is continued has events before it
+        self._began = time.time()  # a continued run has earlier events
         self._length = self.inner_steps = self.bytes_sent = 0
         self._position = self._inner_s = self._all_s = 0.0
         self._fragment_bytes: dict[int, int] = {}
@@ -155,7 +155,7 @@ class Group:
 
     @property
     def warnings(self) -> list[str]:
-        """Of the group's settings and samples, since this object was made."""
+        """The warnings about the group's settings and samples, since this object was made."""
         warnings = self.others[run_folder.WARNING]
         return [event["warning"] for event in warnings if event["time"] >= self._began]
 
@@ -184,7 +184,7 @@ class Group:
         """What data parallel would send in as many inner steps: every fragment once in each."""
         return self.inner_steps * sum(self._fragment_bytes.values())
 
-    # ---- what it does now -------------------------------------------------------------------
+    # ---- its present state -------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
@@ -217,7 +217,7 @@ class Group:
 
     @property
     def mood(self) -> Literal["good", "waiting", "bad"]:
-        """Whether the group trains, is awaited, or has failed."""
+        """Whether the group trains, is waited for, or has failed."""
         if self.phase in _ENDED_BADLY:
             return "bad"
         return "waiting" if self.phase == RESTARTING or self.silent_s else "good"

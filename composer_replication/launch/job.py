@@ -40,7 +40,7 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the launcher has to know about the groups that it runs, and nothing of what they train.
+    """What the launcher knows about the groups that it runs, which is not what they train.
 
     Attributes:
         config: What becomes the run folder's ``config.yaml``. The launcher reads ``run_dir``,
@@ -305,7 +305,7 @@ def environment(
     Args:
         replica_id: The group's id.
         replicas: Number of groups.
-        nproc: Processes in each group. None: nobody knows, and each has an equal share of the GPUs.
+        nproc: Processes in each group. None: not known; each group has an equal share of the GPUs.
         coordinator: The run's coordinator.
     """
     environ = without_ranks(os.environ) | {

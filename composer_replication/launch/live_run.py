@@ -17,7 +17,7 @@ from composer_replication.launch.group import RESTARTING, TRAINING, Group
 from composer_replication.launch.run_record import Run
 
 SAY_SILENT_AFTER_S = 120.0
-"""A group in training that completes no step for so long is worth a line."""
+"""After so many seconds without a completed step of a group in training, a line says so."""
 
 
 class LiveRun(Run):
@@ -95,7 +95,7 @@ class LiveRun(Run):
 
     @property
     def status_line(self) -> str:
-        """How the whole run does, in one line."""
+        """The state of the whole run, in one line."""
         groups = self.groups.values()
         rounds = max(groups, key=lambda group: group.status.get("batch") or 0).round
         newest = [group.status.get("loss") for group in self._present]
@@ -124,7 +124,7 @@ class LiveRun(Run):
 
     @property
     def _agreement(self) -> str:
-        """The comparison of digests at the newest outer step of which several groups have one."""
+        """The comparison of digests at the newest outer step for which several groups have one."""
         found = self.agreement(self._present)
         if found is None:
             return ""

@@ -36,7 +36,7 @@ PACKAGE = "composer_replication"
 class CurrentStderr(logging.StreamHandler):
     """Writes to what ``sys.stderr`` is now, since a live display replaces it for its duration.
 
-    A line that bypassed the display would stand in the middle of its table.
+    A line that bypassed the display would appear in the middle of its table.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,8 @@ def is_known(error: BaseException | None) -> bool:
     if isinstance(error, ConnectionError | TimeoutError):
         return True
     if isinstance(error, ValueError | OSError):
-        # One that a library raised deep inside a training step says little without a traceback.
+        # An error that a library raised deep inside a training step says little without a
+        # traceback.
         return raised_by_us(error)
     name = type(error).__name__  # by name: importing these classes would import torch
     return name in ("SyncError", "DivergenceError") or (

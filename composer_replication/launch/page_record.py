@@ -24,7 +24,7 @@ from composer_replication.replica.json_files import read_json
 
 
 class RunRecord:
-    """Reads a run's folder for the page, and of it only what is new since the last time.
+    """Reads a run's folder for the page: each time only what is new.
 
     Args:
         run_dir: The run's folder.

@@ -53,7 +53,7 @@ class Run:
 
     @property
     def outer_steps(self) -> int:
-        """Outer steps of the group that made most."""
+        """Outer steps of the group with the most."""
         return max(group.outer_step for group in self.groups.values())
 
     @property
@@ -195,7 +195,7 @@ def _verdict(momentum: float, groups: float) -> str:
 
 
 def describe(run: Run) -> list[tuple[str, str]]:
-    """The closing text of a run, as pairs of a name and a value.
+    """Return the closing text of a run, as pairs of a name and a value.
 
     Raises:
         ValueError: The run has committed no sync yet.

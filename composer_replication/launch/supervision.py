@@ -1,4 +1,4 @@
-"""Keeps replica groups running: a group that dies is started again, and what happened is said."""
+"""Keeps replica groups running: starts a group that dies again, and reports what happened."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SUPERVISED_HANG_TIMEOUT_S = 600.0
 """Seconds without any progress after which a group ends itself, where it is started again.
 
-Where nobody does, DiLoCo's own limit is longer.
+Where no supervisor does that, DiLoCo's own limit is longer.
 """
 
 MAX_RESTARTS = 3
@@ -50,7 +50,7 @@ MISSING_CALLBACK = (
 IN_THE_PROGRAM = re.compile(
     "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra)Error:"
 )
-"""How errors begin that a program would have again at its next start, whatever happens around it.
+"""How errors begin that a program would raise again at its next start.
 """
 
 
@@ -67,7 +67,7 @@ class GroupRecord:
         status: The exit status with which it ended for good; None before.
         end: The phase in which it ended for good; empty before.
         failed_starts: How often it had an error of its own before it joined.
-        error: The last of these errors, in the line that its log has; empty without one.
+        error: The last of these errors, as one line of its log; empty without one.
         deaths: The exit statuses of all its early ends.
     """
 
@@ -142,11 +142,11 @@ class Supervisor:
             time.sleep(POLL_S)
 
     def begin(self, replica_id: ReplicaId) -> None:
-        """Forget what an earlier process of a group has said about itself."""
+        """Forget what an earlier process of a group has reported."""
         self._enter(replica_id, "starting")
 
     def new_ends(self) -> list[str]:
-        """Say of each early end of a group since the last call how it ended, and what follows."""
+        """Describe each early end of a group since the last call, and what follows from it."""
         lines, self._ends = self._ends, []
         return lines
 
@@ -191,7 +191,7 @@ class Supervisor:
         end, group = f"group {replica_id} {describe_end(status)}", self._group(replica_id)
         was_rejected = group.phase == REJECTED
         if was_rejected:
-            status = BAD_INPUT  # a script of the user's own ends with any status
+            status = BAD_INPUT  # a user's script may end with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
         if group.newest.get("time", 0.0) > record.committed:
             record.in_a_row = 0
@@ -269,14 +269,14 @@ class Supervisor:
         return self._group(replica_id).phase in (RESTARTING, "joining")
 
     def _end(self, replica_id: ReplicaId, status: int, phase: str) -> None:
-        """A group has ended for good."""
+        """Note that a group has ended for good."""
         self.groups.end(replica_id)
         record = self.records[replica_id]
         record.end, record.due, record.status = phase, None, status
         self._enter(replica_id, phase)
 
     def _group(self, replica_id: ReplicaId) -> Group:
-        """A group with what it has written until now."""
+        """Return a group, with what it has written until now."""
         group = self.run.groups[str(replica_id)]
         with suppress(OSError):  # the disk is broken
             group.read()

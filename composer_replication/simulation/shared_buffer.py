@@ -42,8 +42,8 @@ class Fault:
             * ``fail_allreduce`` breaks a connection: the allreduce of that sync fails in every
               replica. ``fail_commit`` is an error in one replica after the allreduce: it votes no
               while its peers commit. ``fail_heal`` interrupts a download.
-            * ``stale_quorum`` uses a quorum id twice: nobody receives what the replica sends, and
-              everybody believes that they did.
+            * ``stale_quorum`` uses a quorum id twice: the peers do not receive what the replica
+              sends, and get no error.
             * ``late`` starts the replica only when its peers have reached ``step``.
             * ``left_behind`` stops the replica when it asks for a quorum, until its peers have
               committed two syncs without it.
@@ -82,7 +82,7 @@ class Stopped(Exception):
 class Connection:
     """The buffers of the collectives between the members of one quorum, or of several in a row.
 
-    As in torchft, members connect anew when their set has changed and after a failure.
+    As in torchft, members connect again when their set has changed and after a failure.
 
     Attributes:
         number: Number of the connection, from 0.
@@ -104,11 +104,11 @@ class Connection:
 
 @dataclass(frozen=True)
 class Request:
-    """What a replica tells when it asks for a quorum.
+    """What a replica reports when it asks for a quorum.
 
     Attributes:
         step: Its step.
-        has_failed: Whether its last sync failed, so that all connect anew.
+        has_failed: Whether its last sync failed, so that all connect again.
         save: Returns its state; called if the replica becomes a donor.
         gathers: Whether it asks that messages are gathered, and not summed.
         settings: All that has to be equal in all replicas.
@@ -129,7 +129,7 @@ class Quorum:
         members: Ids of the replicas in it, in ascending order.
         max_step: The largest step of a member. Members that are behind heal to it.
         state: State of a member at ``max_step``; None if nobody has to heal.
-        connection: Through which its members send.
+        connection: The connection through which its members send.
         gathers: Whether a member asks that messages are gathered.
         settings: What has to be equal in all members, by the member's name.
         donor: The name of the first member at ``max_step``.
@@ -152,7 +152,7 @@ class SharedBuffer:
     others.
 
     All state is guarded by one condition, ``_changed``. A thread that changes the state notifies
-    it, else the other threads would sleep until their timeout.
+    it: otherwise the other threads would sleep until their timeout.
 
     Args:
         num_replicas: Number of replicas, including those that start late.
@@ -229,7 +229,7 @@ class SharedBuffer:
 
         Args:
             replica_id: The replica that requests it.
-            request: What it tells.
+            request: What it reports.
 
         Returns:
             The quorum, of which the replica is a member.

@@ -31,7 +31,7 @@ MAKES: dict[str, tuple[type, str]] = {
 """What a section's callables have to make, and what to do if they make something else."""
 
 OF_THE_CONFIG = (TypeError, ValueError, LookupError, AttributeError, ImportError)
-"""What a callable raises for a bad argument, and would raise again. A network's faults may pass."""
+"""Errors of a bad argument, which would come again at a restart. Faults of a network may pass."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Found:
         """What the callable takes, by name."""
         try:
             return inspect.signature(self.partial.func).parameters
-        except ValueError:  # some of C's tell nothing
+        except ValueError:  # some functions written in C have no signature
             return inspect.signature(lambda **unknown: None).parameters
 
     def build(self, **offered: Any) -> Any:
@@ -120,7 +120,7 @@ def _partial(where: str, component: Mapping[str, Any]) -> functools.partial[Any]
         # Hydra's text has several lines: what, "full_key: ..." and advice of its own.
         what = re.split(r", set env var|:\n|\n", str(error))[0]
         if what.startswith("Error locating"):
-            raised = raised.__cause__ or raised  # whatever a module of the user's own raises
+            raised = raised.__cause__ or raised  # the user's own module may raise any error
         elif not isinstance(raised, (*OF_THE_CONFIG, InstantiationException)):
             raise raised from None
         key = re.search(r"^full_key: (.+)$", str(error), re.MULTILINE)
@@ -136,8 +136,8 @@ def composers_errors_in_the_config(
     """Raise Composer's own ``ValueError`` as a ``ConfigError``: it would come again at a restart.
 
     Before the first batch Composer parses and compares what the config says, and raises a
-    ``ValueError`` for a value that it rejects. In the midst of training it may be a fault of the
-    data or of the machine.
+    ``ValueError`` for a value that it rejects. During training it may be a fault of the data or of
+    the machine.
 
     Args:
         is_before_training: Whether no batch has been trained on yet.

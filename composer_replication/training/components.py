@@ -58,7 +58,7 @@ NAMED_BY_FIELD = ("model", "train_loader", "eval_loader", "optimizer", "schedule
 
 
 MOST_NAMES = 12
-"""So many names stand in a message, which has to be read in a line."""
+"""The most names that a message lists, since people read it as one line."""
 
 
 class ConfigError(ValueError):
@@ -108,7 +108,7 @@ def _by_key(section: str, name: str, contents: Any) -> dict[str, Any]:
 
 def _path(section: str, where: str, name: object) -> str:
     known = SHORT_NAMES[section]
-    if name not in [*known]:  # which may be no string
+    if name not in [*known]:  # ``name`` may be of any type
         raise ConfigError(
             f"{where} has no {name!r}: {hint(name, known)}; or write {TARGET}: "
             "package.module.callable"

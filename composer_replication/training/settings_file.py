@@ -1,4 +1,4 @@
-"""Reads the settings of a run out of anybody's YAML file. Imports neither torch nor Composer."""
+"""Reads the settings of a run from any job's YAML file. Imports neither torch nor Composer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     """Read what a coordinator needs of a job's file, and no more.
 
     The file may be a config of ours, an llm-foundry YAML, or one with settings alone. Only
-    ``callbacks.diloco`` is read, or the whole file if it has settings alone. The rest is the job's:
-    it may have keys that nobody here knows, and ``${...}`` that only the job can resolve.
+    ``callbacks.diloco`` is read, or the whole file if it has settings alone. The rest belongs to
+    the job: it may have keys that this package does not know, and ``${...}`` that only the job can
+    resolve.
 
     Args:
         path: The file. None: every setting has its default.
@@ -82,7 +83,7 @@ def in_words(settings: DiLoCoSettings) -> str:
 
 
 def _section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:
-    """The node with the settings, of which nothing has been resolved, and how to call it."""
+    """The node with the settings, with nothing resolved, and its name for messages."""
     if not file:
         raise ConfigError(f"{path} is empty: write settings, such as sync_every: 100")
     if not any(key in file for key in ("callbacks", *REQUIRED)):
