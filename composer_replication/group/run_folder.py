@@ -15,7 +15,7 @@ from typing import Any
 from composer_replication.diloco.fence import fence
 from composer_replication.replica.json_files import (
     JsonLineWriter,
-    lock_folder,
+    hold_lock,
     read_json,
     read_last_line,
     replace_json,
@@ -72,7 +72,7 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
     else:
         run_dir = _make_new_folder(Path("runs").absolute(), Path(config_path).stem)
-    lock_folder(run_dir, LOCK, "give another run_dir=...")
+    hold_lock(run_dir.resolve(), LOCK, "give another run_dir=...")
     events = list(run_dir.glob(f"replica_*/{EVENTS}"))
     resumes = bool(config.get("autoresume"))
     has_trained = any(last_event(path, SYNC, END) for path in events)

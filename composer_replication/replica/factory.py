@@ -305,14 +305,15 @@ class _OneLine(logging.Filter):
         return is_news and "NCCL flight recorder" not in self._last
 
 
+_one_line = _OneLine()
+
+
 def tame_torchft_logs() -> None:
     """Keep torchft's warnings and errors, one line each; drop its line for every step."""
     logging.getLogger("torchft").setLevel(logging.WARNING)
     for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    torchft_manager = logging.getLogger("torchft.manager")
-    if not any(isinstance(f, _OneLine) for f in torchft_manager.filters):
-        torchft_manager.addFilter(_OneLine())
+    logging.getLogger("torchft.manager").addFilter(_one_line)  # once, however often it is called
 
 
 def backend_for(device: torch.device) -> str:

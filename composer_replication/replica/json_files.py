@@ -22,10 +22,8 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1000
 """How many lines are kept in memory while their file cannot be written."""
 
-_TAIL_BYTES = 2**14
-
-_held: dict[Path, int] = {}
-"""The file descriptors of the locks that this process holds, by the files they lock."""
+_TAIL_BYTES = 2**18
+"""How much of the end of a file is searched for a line before all of it is."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -218,9 +216,7 @@ def read_last_line(
         return {}
     with naming(path), path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        length = 0
-        while length < size:
-            length = min(size, 4 * length or _TAIL_BYTES)
+        for length in (min(size, _TAIL_BYTES), size):  # nearly always the end is enough
             file.seek(size - length)
             lines = file.read(length).split(b"\n")
             # What follows the last newline is unfinished; what precedes the first is cut off.
@@ -239,27 +235,19 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def lock_folder(folder: Path, name: str, fix: str) -> None:
-    """Keep other processes out of a folder until this one ends, however it ends.
+def open_lock(folder: Path, name: str, fix: str) -> int:
+    """Keep other processes, and other calls in this one, out of a folder.
 
     Args:
         folder: The folder.
         name: The name of the lock's file in it. The file stays there after the lock is released.
         fix: What else to do if another process holds the lock, for the error.
 
+    Returns:
+        A file descriptor. The lock ends when it is closed, or with this process, however it ends.
+
     Raises:
         ValueError: Another process holds the lock.
-    """
-    path = (folder / name).resolve()
-    if path not in _held:
-        _held[path] = open_lock(folder, name, fix)
-
-
-def open_lock(folder: Path, name: str, fix: str) -> int:
-    """Lock a folder until the returned file descriptor is closed, or this process ends.
-
-    The lock keeps out other processes and other calls in this process. Arguments and errors are
-    those of ``lock_folder``.
     """
     path = folder / name
     # Python opens files so that child processes do not inherit them. In a child that outlives this
@@ -279,3 +267,7 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, str(os.getpid()).encode())
     return descriptor
+
+
+hold_lock = functools.cache(open_lock)
+"""Lock a folder until this process ends; a second call in this process changes nothing."""
