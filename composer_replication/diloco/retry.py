@@ -77,8 +77,8 @@ class Waiting:
         """
         if self.is_late:
             raise SyncError(
-                f"{situation()}, for {self.waited_s:.0f} s, above give_up_after_s="
-                f"{self._limit_s:g}. {fix}"
+                f"waited {self._purpose} for {self.waited_s:.0f} s, above give_up_after_s="
+                f"{self._limit_s:g}: {situation()}. {fix}"
             )
         self.log(situation)
 

@@ -292,7 +292,7 @@ class ReplicaManager(InterruptibleManager):
 
     def _go_on(self) -> None:
         self._waiting.go_on(
-            lambda: f"there is no quorum: {read_status(self._lighthouse_addr).situation}",
+            lambda: read_status(self._lighthouse_addr).situation,
             "Start the missing replica groups again, or the lighthouse, or raise give_up_after_s",
         )
 
@@ -302,6 +302,9 @@ class ReplicaManager(InterruptibleManager):
         The connection's number is a hash of the quorum's id, its highest step and all handles. With
         the id alone, a restarted lighthouse that counts from 1 again would lead members to the
         addresses that the store still has from the last quorum of that id.
+
+        Raises:
+            ConnectionError: A member's address does not answer, or a member does not connect.
         """
         self.member.own.connection = None
         self.connection += 1
@@ -318,35 +321,22 @@ class ReplicaManager(InterruptibleManager):
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
-        try:
-            self._check_reachable(dict(zip(boards, map(json.loads, handles), strict=True)))
-        except ConnectionError:
-            rendezvous.decline(self.member.own.unreachable)
-            raise
+        told = dict(zip(boards, map(json.loads, handles), strict=True))
+        unreachable = self.member.own.unreachable = self._find_unreachable(told)
+        if unreachable:  # the next report names them too
+            rendezvous.decline(unreachable)
+            name = unreachable[0]
+            raise ConnectionError(
+                f"replica group {name.partition(':')[0]} says it is at {told[name]['store']}, "
+                "which does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
+                "(hostname=...) there to a name or address of its machine that this one reaches"
+            )
         if len(handles) > 1:
             rendezvous.wait_for_all()
         super()._reconfigure_pg(number, handles)
         if len(handles) > 1:
             self._alarm = SyncAlarm(next(iter(boards.values())), number)
         self.member.own.connection = Connection(communicator_id, len(handles), number)
-
-    def _check_reachable(self, handles: Mapping[str, dict[str, Any]]) -> None:
-        """Check that every member's address answers, and note which do not, for the next report.
-
-        Args:
-            handles: By the lighthouse's name of the member.
-
-        Raises:
-            ConnectionError: One of them does not.
-        """
-        unreachable = self.member.own.unreachable = self._find_unreachable(handles)
-        if unreachable:
-            name = unreachable[0]
-            raise ConnectionError(
-                f"replica group {name.partition(':')[0]} says it is at {handles[name]['store']}, "
-                "which does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
-                "(hostname=...) there to a name or address of its machine that this one reaches"
-            )
 
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
         return find_unreachable(handles, self._connect_timeout.total_seconds())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torchft.manager import Manager
 
+from composer_replication.diloco.retry import SyncError
 from composer_replication.replica import factory as replica
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
@@ -145,6 +146,15 @@ def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice(start
     manager.shutdown()
     manager.shutdown()
     assert manager.store is None
+
+
+@pytest.mark.integration
+def test_a_wait_for_a_quorum_is_given_up_with_what_was_missing(start_lighthouse):
+    address = start_lighthouse(min_replicas=2)
+    manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=0.5)
+    with pytest.raises(SyncError, match="waited for a quorum for .* only have 1 .*Start the miss"):
+        manager.start_quorum()
+    manager.shutdown()
 
 
 @pytest.mark.integration
