@@ -3,6 +3,7 @@
 Run: pytest tests/replica/test_options.py. Pure, no process.
 """
 
+import math
 import re
 
 import pytest
@@ -140,25 +141,17 @@ def test_the_environment_is_checked_like_an_argument():
         ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
 
 
-@pytest.mark.parametrize("name", ["start_timeout_s", "timeout"])
-@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "60"])
-def test_a_time_that_is_none_is_refused_with_its_name_and_value(name, value):
-    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use a number of seconds")):
-        ReplicaOptions(**{name: value})
+SECONDS = ("start_timeout_s", "timeout", "give_up_after_s")
+COUNTS = {"min_replica_size": 1, "num_replicas": 1, "digest_every": 0}
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [
-        ("min_replica_size", 0, 1),
-        ("num_replicas", 0, 1),
-        ("num_replicas", True, 1),
-        ("digest_every", 1.0, 0),
-    ],
+    ("name", "value", "use"),
+    [(n, v, "a number of seconds") for n in SECONDS for v in (0, -1.0, math.inf, math.nan, "60")]
+    + [(n, v, f"an integer of at least {least}") for n, least in COUNTS.items() for v in (-1, 1.0)],
 )
-def test_a_count_out_of_range_is_refused_with_the_range(name, value, least):
-    message = f"{name}={value!r}: use an integer of at least {least}"
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name, value, use):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use {use}")):
         ReplicaOptions(**{name: value})
 
 

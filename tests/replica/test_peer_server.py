@@ -107,15 +107,6 @@ def test_the_proof_of_an_answer_is_none_of_a_question(talk):
     assert talk.send(talk.question(), signed(talk.question(), "answer")) == "rejected"
 
 
-def test_the_host_with_most_idle_connections_loses_them_first(server):
-    with connect(server, "127.0.0.2") as honest, contextlib.ExitStack() as idle:
-        for _ in range(200):
-            idle.enter_context(connect(server))
-        time.sleep(0.3)
-        assert receive(honest, 100, soon())
-        send(honest, {}, soon())
-
-
 @pytest.mark.alone
 def test_who_proves_nothing_in_time_is_hung_up_on(server, monkeypatch):
     monkeypatch.setattr(peer_server, "PROOF_WITHIN_S", 0.5)

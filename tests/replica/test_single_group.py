@@ -11,11 +11,10 @@ import threading
 import psutil
 import pytest
 import torch
-from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from common import TinyMLP, batch, mse
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.retry import SyncError
 from composer_replication.replica.factory import SingleGroupManager, make_manager
 
 STREAMING = {
@@ -143,38 +142,3 @@ def test_with_plain_averaging_it_is_training_without_diloco(num_fragments):
         mse(plain, *batch(0, step)).backward()
         optimizer.step()
         torch.testing.assert_close(local, [*plain.parameters()], rtol=0, atol=1e-6)
-
-
-class Failing(SingleGroupManager):
-    """Some of its syncs fail, by their number from 0; the first one is that of the start."""
-
-    def __init__(self, numbers):
-        super().__init__()
-        self._numbers, self._count = numbers, 0
-
-    def should_commit(self):
-        if self._count in self._numbers:
-            self.report_error(RuntimeError("a fault"))
-        self._count += 1
-        return super().should_commit()
-
-
-def run_scripted(manager, **settings):
-    model = Constant()
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    with DiLoCo(manager, model, inner, plain_sgd(0.5), sync_every=2, **settings) as diloco:
-        for _ in range(6):
-            take_step(inner, 1.0)
-        reports = diloco.pop_finished_syncs()
-        return model.weight.item(), [(report.outer_step, report.retries) for report in reports]
-
-
-def test_a_sync_that_fails_is_tried_again_and_loses_nothing():
-    assert run_scripted(SingleGroupManager()) == (13.0, [(1, 0), (2, 0), (3, 0)])
-    assert run_scripted(Failing({2, 3})) == (13.0, [(1, 0), (2, 2), (3, 0)])
-
-
-def test_one_that_fails_again_and_again_is_an_error_that_says_why():
-    message = "outer step 1 did not commit in 2 attempts, .* RuntimeError: a fault"
-    with pytest.raises(SyncError, match=message):
-        run_scripted(Failing(range(2, 9)), max_sync_retries=1)

@@ -113,16 +113,6 @@ def test_even_a_peer_s_pickle_is_not_run(transports, tmp_path):
     assert not marker.exists()
 
 
-def test_a_state_that_is_not_what_its_name_says_is_refused(transports):
-    donor, joiner = transports(), transports()
-    donor.send_checkpoint([1], 4, SENT, LIMIT)
-    joiner = transports()
-    joiner.recv_checkpoint(0, donor.metadata(), 4, LIMIT)
-    donor._donor._quorum.body[-1][-1] ^= 1
-    with pytest.raises(PeerError, match="damaged"):
-        receive(joiner, donor)
-
-
 def test_what_travels_is_the_state_and_not_five_models(transports):
     theta = {"w": torch.zeros(100_000)}
     momentum = {"state": {0: {"momentum_buffer": torch.zeros(100_000)}}}
@@ -283,13 +273,19 @@ def test_a_joiner_waits_for_a_commit_as_long_as_its_bytes_are_worth(
 
 
 @pytest.mark.slow
-def test_a_joiner_that_would_hold_up_the_others_leaves_with_the_figures(transports, in_training):
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_slow_joiner_leaves_with_the_figures_if_it_would_hold_up_the_others(
+    transports, in_training, commits
+):
     _, now = in_training
-    now |= {"delay_s": 0.6, "commits": True}
-    with pytest.raises(
-        PeerError, match=r"takes \d\.\d s .* this group leaves. Use a\s+faster link"
-    ):
-        fetch_ahead(transports(), timeout=2.0)
+    now |= {"delay_s": 0.6, "commits": commits}
+    joiner = transports()
+    if not commits:  # the others sync more slowly still
+        fetch_ahead(joiner, timeout=2.0)
+        assert joiner.downloads
+        return
+    with pytest.raises(PeerError, match=r"takes \d\.\d s .* this group leaves. Use a faster link"):
+        fetch_ahead(joiner, timeout=2.0)
 
 
 @pytest.mark.slow
@@ -313,13 +309,3 @@ def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_anothe
             PeerError, match="1 replica groups .* could not be fetched from any. The last error: "
         ):
             fetch_ahead(transports())
-
-
-@pytest.mark.slow
-def test_a_slow_line_is_no_matter_if_the_others_sync_more_slowly(transports, in_training, caplog):
-    caplog.set_level(logging.INFO)
-    _, now = in_training
-    now |= {"delay_s": 0.6, "commits": False}
-    joiner = transports()
-    fetch_ahead(joiner, timeout=2.0)
-    assert joiner.downloads
