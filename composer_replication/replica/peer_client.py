@@ -90,50 +90,36 @@ class PeerClient:
     def _asked(
         self, address: str, request: Sequence[str], deadline: float, silence_s: float
     ) -> Iterator[tuple[socket.socket, Sequence[Any], dict[str, Any]]]:
-        """Send a request, and give the connection, the question and the answer to a block.
+        """Send a request until it is answered; a block gets connection, question and answer.
 
         Raises:
             PeerError: Something went wrong here, or in the block.
         """
-        try:
-            connection, question, answer = self._ask_again(address, request, deadline, silence_s)
-            with connection:
-                yield connection, question, answer
-        except PeerError:
-            raise
-        except (OSError, ValueError) as error:
-            what = f"{address}, asked for {' '.join(request)!r:.200}"
-            raise PeerError(f"{what}: {type(error).__name__}: {error}") from error
-
-    def _ask_again(
-        self, address: str, request: Sequence[str], deadline: float, silence_s: float
-    ) -> tuple[socket.socket, Sequence[Any], dict[str, Any]]:
-        """Send a request until it is answered.
-
-        A server that strangers keep full closes connections, those of peers too.
-        """
-        while True:
+        with contextlib.ExitStack() as opened:
             try:
-                with contextlib.ExitStack() as opened:
-                    connection = opened.enter_context(self._connect(address, deadline))
-                    exchanged = self._exchange(connection, address, request, deadline, silence_s)
-                    opened.pop_all()
-                    return connection, *exchanged
-            except (ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
-                if time.monotonic() > deadline - ASK_AGAIN_AFTER_S:
-                    raise
-            time.sleep(ASK_AGAIN_AFTER_S)
+                while True:
+                    try:
+                        connection = opened.enter_context(self._connect(address, deadline))
+                        soon = min(deadline, time.monotonic() + silence_s)
+                        question, answer = self._exchange(connection, address, request, soon)
+                        break
+                    except (ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
+                        # A server that strangers keep full closes connections, those of peers too.
+                        if time.monotonic() > deadline - ASK_AGAIN_AFTER_S:
+                            raise
+                    opened.close()
+                    time.sleep(ASK_AGAIN_AFTER_S)
+                yield connection, question, answer
+            except PeerError:
+                raise
+            except (OSError, ValueError) as error:
+                what = f"{address}, asked for {' '.join(request)!r:.200}"
+                raise PeerError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _exchange(
-        self,
-        connection: socket.socket,
-        address: str,
-        request: Sequence[str],
-        deadline: float,
-        silence_s: float,
+        self, connection: socket.socket, address: str, request: Sequence[str], deadline: float
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Get the server's challenge, and ask with a proof for it."""
-        deadline = min(deadline, time.monotonic() + silence_s)
         challenge = receive(connection, LARGEST_ANSWER, deadline)
         question = (address, challenge, secrets.token_hex(16), self._name, list(request))
         names = ("nonce", "name", "request", "proof")

@@ -160,28 +160,27 @@ class PeerServer:
             return
         self.unproven.discard(connection)  # the token is proven: it is a peer's
         with contextlib.ExitStack() as stack:
+            body: Body = ()
             try:
                 answer = self.answers[request[0]](*request[1:])
-                is_body = isinstance(answer, AbstractContextManager)
-                body: Body = stack.enter_context(answer) if is_body else ()
+                if isinstance(answer, AbstractContextManager):
+                    body = stack.enter_context(answer)
+                    said = {"size": sum(map(len, body))}
+                else:
+                    signed = proof(self.tokens[0], "answer", *question, answer)
+                    said = {"answer": answer, "proof": signed}
             except KeyError:
-                send(connection, {"error": "nothing"}, time.monotonic() + SILENT_S)
-                return
-            if not is_body:
-                signed = proof(self.tokens[0], "answer", *question, answer)
-                answer = {"answer": answer, "proof": signed}
-                send(connection, answer, time.monotonic() + SILENT_S)
-                return
-            size = sum(map(len, body))
-            send(connection, {"size": size}, time.monotonic() + SILENT_S)
-            _send_body(connection, body)
-            log.info(
-                "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
-                name,
-                host,
-                size,
-                request[-1],
-            )
+                said = {"error": "nothing"}
+            send(connection, said, time.monotonic() + SILENT_S)
+            if "size" in said:
+                _send_body(connection, body)
+                log.info(
+                    "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
+                    name,
+                    host,
+                    said["size"],
+                    request[-1],
+                )
 
     def _log_rejection(self, host: str, name: str) -> None:
         # A line for every request would let a stranger fill the disk.
