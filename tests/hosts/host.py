@@ -24,12 +24,12 @@ BATCH_SIZE = 8
 
 LACKS = {
     ("plain", "test_a_group_that_joins_later_takes_over_the_others_step"): (
-        "the step is the loop's own; end by diloco.outer_step"
+        "end by `diloco.outer_step`"
     ),
     (
         "plain",
         "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_ends_training",
-    ): "no folder; the reports of syncs are for the loop to log",
+    ): "log `pop_finished_syncs`",
 }
 """What a host has not got, and why: by its module and the test that asks for it."""
 

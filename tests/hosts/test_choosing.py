@@ -1,0 +1,44 @@
+"""What docs/choosing-a-host.md says is what the suite finds. Run: pytest tests/hosts/test_choosing.py
+
+All hosts pass all tests in test_hosts.py but those in ``LACKS``, of which the page has a table.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from hosts.host import LACKS
+
+HOSTS = {"composer_host": "Composer", "hf_host": "Hugging Face", "plain": "a loop of your own"}
+PAGE = Path(__file__).parents[2] / "docs" / "choosing-a-host.md"
+
+
+def questions() -> list[str]:
+    """The tests that every host is asked, in their order."""
+    tree = ast.parse((Path(__file__).parent / "test_hosts.py").read_text())
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    tests = [each for each in functions if each.name.startswith("test_")]
+    return [each.name for each in tests if "host" in [argument.arg for argument in each.args.args]]
+
+
+def row(test: str) -> str:
+    words = test.removeprefix("test_").replace("_", " ")
+    answers = (LACKS.get((host, test)) for host in HOSTS)
+    cells = ["yes" if reason is None else f"no: {reason}" for reason in answers]
+    return f"| {' | '.join([words, *cells])} |"
+
+
+def test_the_page_has_what_a_host_lacks_and_how_many_questions_all_of_them_pass():
+    asked, lacking = questions(), {test for _, test in LACKS}
+    assert len(asked) >= 20
+    page = PAGE.read_text()
+    for line in (f"| | {' | '.join(HOSTS.values())} |", *map(row, sorted(lacking))):
+        assert line in page, line
+    said = f"All three pass {len(asked) - len(lacking)} of its {len(asked)} tests"
+    assert said in page, said
+
+
+def test_what_a_host_lacks_is_asked_of_it():
+    assert {test for _, test in LACKS} <= {*questions()}
+    assert {host for host, _ in LACKS} <= HOSTS.keys()
