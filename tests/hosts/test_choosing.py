@@ -1,4 +1,4 @@
-"""What docs/choosing-a-host.md says is what the suite finds. Run: pytest tests/hosts/test_choosing.py
+"""docs/choosing-a-host.md says what the suite finds. Run: pytest tests/hosts/test_choosing.py
 
 All hosts pass all tests in test_hosts.py but those in ``LACKS``, of which the page has a table.
 """

@@ -2,7 +2,7 @@
 
 A plain loop and Composer run as threads over the simulation's network. Hugging Face's Trainer runs
 as processes over a real lighthouse and gloo, since transformers keeps state for the whole process;
-so do groups of several ranks. docs/choosing-a-host.md counts these tests, and has those that a host lacks.
+so do groups of several ranks. docs/choosing-a-host.md has those tests that a host does not pass.
 """
 
 from __future__ import annotations

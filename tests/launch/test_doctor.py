@@ -281,6 +281,24 @@ def test_versions_that_do_not_go_together(monkeypatch):
     assert "pip install '.[composer]'" in troubles()["versions"]
 
 
+@pytest.mark.parametrize(
+    ("version", "variable", "own"),
+    [("2.14.1", None, "nccl-legacy"), ("2.14.1", "1", "nccl2"), ("2.15.0", None, "nccl2"),
+     ("2.15.0", "0", "nccl-legacy")],
+)  # fmt: skip
+def test_which_nccl_the_ranks_of_a_group_use_and_how_to_go_back(
+    version, variable, own, monkeypatch
+):
+    monkeypatch.setattr("torch.__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr("torch.distributed.is_backend_available", lambda name: True)
+    monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
+    if variable:
+        monkeypatch.setenv("TORCH_DIST_USE_NCCL2", variable)
+    found = {name: text for _, name, text in doctor()[1]}["nccl"]
+    assert found.startswith(f"of a group's ranks: {own};")
+    assert "TORCH_DIST_USE_NCCL2=0 goes back" in found
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_that_torch_has_code_for():
