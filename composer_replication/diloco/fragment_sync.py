@@ -226,6 +226,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = self.mean.finish()
         if self.total_contribution > 0.0:
             table, globals_ = self._peer_table, self.globals
+            # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(table.synced_samples):
                 globals_.take_outer_step(
                     self.mean, self._write_back_alpha, replaces=table.is_replacing

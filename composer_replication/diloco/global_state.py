@@ -96,7 +96,8 @@ class GlobalState:
 
     @property
     def version(self) -> Hashable:
-        """Another one after every change of what ``state_dict`` returns. Waits for its end."""
+        """A number that changes with what ``state_dict`` returns. It waits for the end of a
+        change."""
         with self._whole:
             return self._num_changes
 
@@ -167,10 +168,9 @@ class GlobalState:
         """A context for an outer step, which is counted at its end.
 
         Args:
-            synced_samples: Of the groups of its sync, which the ledger records.
+            synced_samples: What the groups of its sync have read, for the ledger.
         """
         # Without the lock a joiner could get parameters of which only a part has moved.
-        # ``end_outer_step`` unlocks it.
         with self.changing():
             self._is_in_outer_step = True
             if self._settings.changes_outer_numbers:

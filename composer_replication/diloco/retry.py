@@ -20,11 +20,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 """Back-off between the attempts of a sync, in seconds."""
 
 POLL_S, START_POLL_S, LOG_EVERY_S = 1.0, 0.5, 30.0
-"""While too few groups are connected."""
+"""Seconds between two looks, two attempts to start, and two log lines, while groups are missing."""
 
 MAX_FAILED_JOINS = 2
-"""How many attempts to join may fail because of this group before it leaves. There are few, since
-each failure also costs the groups in training an attempt of their sync."""
+"""After how many attempts to join that fail because of this group it leaves. Each failure also
+costs the groups in training an attempt of their sync, so the number is small."""
 
 
 class SyncError(RuntimeError):
@@ -66,10 +66,10 @@ class Waiting:
         return self._limit_s is not None and self.waited_s > self._limit_s
 
     def go_on(self, situation: Callable[[], str], fix: str) -> None:
-        """Go on waiting, unless ``give_up_after_s`` is over.
+        """Continue the wait, unless it has taken longer than its limit.
 
         Args:
-            situation: Says what is missing. Called if that is logged, or is an error.
+            situation: Returns what is missing. It is called for a log line or an error only.
             fix: What to do about it, for the error.
 
         Raises:
@@ -91,7 +91,7 @@ class Waiting:
 
 
 class SyncRetries:
-    """Waits after each attempt that did not commit, and counts those that nobody else caused.
+    """Waits after each failed attempt, and counts those that no other group has caused.
 
     Local and global parameters do not change before the vote, so a retry computes the same
     pseudo-gradient again. (torchft resets the model and drops the round.)
@@ -159,7 +159,7 @@ class SyncRetries:
         Called in the next attempt's quorum, since only that says which group caused the failure.
 
         A joiner gives up before the groups in training. Of these, one gives up at a time, the last
-        of the quorum first: the others may then succeed without it.
+        one of the quorum first: the others may succeed without it.
 
         Args:
             is_joining: Whether this group is a joiner. Failures that it has caused count.
@@ -186,14 +186,15 @@ class SyncRetries:
                 "parameters are kept. Check that the other replica groups and the lighthouse are "
                 f"alive, or raise max_sync_retries={self._max_retries}"
             )
-            self._manager.report_error(error)  # the other groups are in a quorum with this one
+            # The others are in a quorum with this group, and must not wait for it.
+            self._manager.report_error(error)
             raise error
 
 
 class StartBarrier:
     """Holds a start until enough groups are connected.
 
-    Without it the first group would train alone, and so would the next one, unnoticed.
+    Without it the first group would train alone, and so would the next one, without an error.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -214,8 +215,8 @@ class StartBarrier:
         With fewer groups than ``min_replica_size`` no group votes yes: a start sends all
         parameters, and could not commit.
 
-        The start takes one yes and no veto. All groups see the same sum of the votes, so they start
-        together or not at all, however long each of them has been waiting.
+        The groups start if one votes yes and none has a veto. All see the same sum of the votes, so
+        they start together or not at all, however long each has been waiting.
 
         Args:
             device: Where the votes are summed.
@@ -234,6 +235,7 @@ class StartBarrier:
         self._can_commit = num_present >= self._manager._min_replica_size
         vetoes = self._arguments.start_refusal is not None and self._manager.current_step() == 0
         is_yes = self._can_commit and (is_enough or starts_late)
+        # Summed, so that all groups see the same votes, and start together or not at all.
         votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
         self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if self._manager.errored() is not None:
@@ -306,5 +308,5 @@ def why_not_committed(manager: DiLoCoManager) -> str:
 
 
 def _original(error: Any) -> Any:
-    """What torchft's manager has wrapped, if it has an error."""
+    """The error that torchft's manager has wrapped; None if there is none."""
     return getattr(error, "original_exception", error)

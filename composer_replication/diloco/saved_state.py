@@ -37,7 +37,7 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
 
 
 def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
-    """Put it back, but for the sync in flight, which depends on the schedule.
+    """Load what ``saved_state`` returned, except the sync in flight, which depends on the schedule.
 
     Raises:
         SettingsMismatch: It was saved for another model, other fragments or another kind of outer
@@ -46,7 +46,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     state, fragments = loop.state, loop.fragments
     state.resume(saved)
     loop.resume(saved["inner_steps"])
-    if "round_length" in saved:  # else of a version in which all turns were equally long
+    if "round_length" in saved:  # an earlier version has none: there all turns were equally long
         loop.round_length.load_state_dict(saved["round_length"])
         loop.peer_table.step_s = loop.round_length.step_s
     replaces = saved.get("replaces_global", [False] * len(fragments))
@@ -78,8 +78,8 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
     """Continue with the sync in flight of a checkpoint: it is sent again in the next quorum.
 
     Args:
-        saved: What ``saved_state`` has as ``in_flight``; or what earlier versions had: one of them
-            several packs, and all ``is_dropped``.
+        saved: What ``saved_state`` has as ``in_flight``. Earlier versions have other forms: one has
+            several packs, all have ``is_dropped``.
         loop: The outer loop of this group.
 
     Returns:
