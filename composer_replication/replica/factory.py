@@ -1,4 +1,4 @@
-"""Makes the torchft Manager of a replica group, with its store, process group and heals."""
+"""Makes the torchft Manager of a replica group, with its store, process group and transport."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
         store = host_store(hostname)
         return store.host, store.port
 
-    # What the lighthouse says changes from one moment to the next: one rank asks for all of them.
+    # The lighthouse's answer may change at any moment, so one rank asks for all.
     hosted = ask_on_rank_0(begin) if own.world_size > 1 else begin()
     store_addr, store_port = hosted or (own.store_addr, own.store_port)
     server = PeerServer(hostname, tokens)
@@ -210,7 +210,7 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             replica_id=replica_id,
             hostname=hostname,
             checkpoint_transport=transport,
-            init_sync=False,  # the cold start is DiLoCo's, ADR-006
+            init_sync=False,  # DiLoCo starts the groups itself, ADR-006
             quorum_retries=QUORUM_RETRIES,
             server=server,
             give_up_after_s=own.give_up_after_s,
@@ -265,7 +265,7 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
 
     torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where anybody who reaches it can
     vote, or end this process. It also always makes a new uuid for the lighthouse (``new_uuid``).
-    Remove this when ``Manager`` takes both as arguments.
+    Remove this when torchft's ``Manager`` takes both as arguments.
 
     Args:
         address: The address. None: every interface.
@@ -309,7 +309,7 @@ _one_line = _OneLine()
 
 
 def tame_torchft_logs() -> None:
-    """Keep torchft's warnings and errors, one line each; drop its line for every step."""
+    """Keep torchft's warnings and errors, one line each; drop its log line for every step."""
     logging.getLogger("torchft").setLevel(logging.WARNING)
     for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""A torchft Manager that waits, recovers and leaves where torchft's own raises, hangs or stays."""
+"""A torchft Manager that waits, recovers and leaves where torchft's raises, hangs or stays."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm, find_
 log = logging.getLogger(__name__)
 
 _departed: list[ReplicaManager] = []
-"""Managers that have left. Their connections stay open until another one of this process commits:
-a peer may still be receiving this group's part of the last collective."""
+"""Managers that have left. Their connections stay open until another manager of this process
+commits: a peer may still be receiving this group's part of the last collective."""
 
 free_uuids: dict[tuple[str, str], str] = {}
 """Uuids of managers of this process that have left, by replica id and lighthouse address.
@@ -50,13 +50,13 @@ the lighthouse, which would also wait for the old one until its heartbeats are o
 
 
 class AnsweringClient:
-    """Takes the place of torchft's ``ManagerClient``, and answers torchft with a quorum in use.
+    """Takes the place of torchft's ``ManagerClient``, and gives torchft a quorum that is in use.
 
     Args:
-        client: torchft's.
+        client: torchft's ``ManagerClient``.
 
     Attributes:
-        quorum: The quorum with which torchft is to connect and heal.
+        quorum: The quorum with which torchft connects and heals next.
     """
 
     def __init__(self, client: Any) -> None:
@@ -75,7 +75,7 @@ class ReplicaManager(InterruptibleManager):
 
     * If a quorum fails, it asks again. torchft raises the same error for ever after.
     * If the lighthouse has been restarted, it notices (``QuorumMember``). The restarted lighthouse
-      uses quorum ids again, and torchft would add up two groups and divide by three.
+      uses quorum ids again, and torchft would sum two groups and divide by three.
     * If an address of a peer does not answer, it names the peer before gloo waits for it. The
       member because of which syncs fail leaves, and strangers are left out (``QuorumMember``).
     * If one member sees an error in a collective, it ends the collective on all (``SyncAlarm``).
@@ -85,7 +85,7 @@ class ReplicaManager(InterruptibleManager):
     there is a quorum that its members use, and then torchft's part, which connects and heals.
 
     Threads: a thread of the executor asks for each quorum, connects and heals; the main thread
-    waits for it in ``start_quorum``. So the methods below run on one thread at a time, but for
+    waits for it in ``start_quorum``. So the methods below run on one thread at a time, except
     ``report_error``, which gloo's threads call too.
 
     Args:
@@ -95,8 +95,8 @@ class ReplicaManager(InterruptibleManager):
         server: Where peers find the state and the notices of this rank. Its tokens are the run's.
         give_up_after_s: How long to wait for a quorum before that is an error, in seconds. None:
             for ever.
-        store: The group's TCPStore if this process hosts it, so that it lives as long as this.
-        prefetch: Has downloaded the global state of the groups in training, if there are any.
+        store: The group's TCPStore if this process hosts it. The reference keeps it alive.
+        prefetch: Has downloaded the global state, if there are groups in training.
         **arguments: torchft's own (``Manager.__init__``).
 
     Attributes:
@@ -157,7 +157,7 @@ class ReplicaManager(InterruptibleManager):
 
     @property
     def fault(self) -> str | None:
-        """Where the reason lies why the last sync failed: ``this`` group, ``another``, or None."""
+        """Which group made the last sync fail: ``this``, ``another``, or None if nobody knows."""
         return self.member.blamed
 
     @property
@@ -190,7 +190,7 @@ class ReplicaManager(InterruptibleManager):
 
         After an error in the last sync it first closes the connections. A peer that has not seen
         the error still waits for this group's part of a collective. With open connections it would
-        wait for ``timeout``, and this quorum would wait for the peer.
+        wait for ``timeout``, and this quorum would wait for that peer.
 
         Raises:
             SyncError: There is no quorum after ``give_up_after_s``.
@@ -214,9 +214,10 @@ class ReplicaManager(InterruptibleManager):
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)
                 self._go_on()
-                time.sleep(POLL_S)  # a lighthouse that is away fails at once: do not spin
+                # If the lighthouse is away, the request fails at once: do not spin.
+                time.sleep(POLL_S)
         if not member.keeps_connection:
-            self._quorum_id = -1  # torchft connects anew when the quorum's id is new to it
+            self._quorum_id = -1  # torchft connects again when the quorum's id has changed
         self._client.quorum = quorum
         try:
             super().start_quorum(allow_heal, shrink_only, timeout)
@@ -234,14 +235,14 @@ class ReplicaManager(InterruptibleManager):
             self._close_connections()
 
     def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
-        """Ask the lighthouse for a quorum, and decide with its other members what becomes of it.
+        """Ask the lighthouse for a quorum, and decide with its other members whether to use it.
 
         The request is that of torchft's ``Manager._async_quorum``, with a report in the handle.
         """
         handle = self._pg.get_reconfigure_handle()  # pyright: ignore[reportAttributeAccessIssue]
         handle = self.member.add_report(handle, self._step)
         # The lighthouse gives a new quorum id while a member counts failed commits, and all would
-        # connect anew in every quorum. A member that is left out has no connection to renew.
+        # connect again in every quorum. A member that is left out has no connection to renew.
         failures = 0 if self.member.is_left_out else self._commit_failures
         try:
             quorum = self._client.ask(
@@ -254,7 +255,7 @@ class ReplicaManager(InterruptibleManager):
                 commit_failures=failures,
                 reconfigure_handle=handle,
             )
-        except Exception as error:  # Rust's own: a RuntimeError or a TimeoutError
+        except Exception as error:  # torchft's Rust client raises a RuntimeError or a TimeoutError
             raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error
         return self.member.use(quorum, self._vote)
 
@@ -264,8 +265,8 @@ class ReplicaManager(InterruptibleManager):
             return self._client.should_commit(
                 self._group_rank, self._step, is_used, timeout=self._timeout
             )
-        except (RuntimeError, TimeoutError) as error:  # Rust's own
-            # No second try: the manager server would count this vote among those of the next one.
+        except (RuntimeError, TimeoutError) as error:  # as torchft's Rust client raises
+            # No second try: the manager server would count the second vote for the next quorum.
             raise TimeoutError(
                 "another rank of this group did not vote on a quorum within timeout="
                 f"{self._timeout.total_seconds():g}: it has died, or hangs. End the group, and "

@@ -46,7 +46,7 @@ class Connection(NamedTuple):
 
 @dataclass
 class Report:
-    """What one member of a quorum tells the others, in the handle that torchft passes around.
+    """What one member of a quorum reports to the others, in the handle that torchft passes around.
 
     Attributes:
         step: Its manager's step when it asked for the quorum.
@@ -55,7 +55,7 @@ class Report:
         previous: The quorum that it had before; None if this is its first.
         left_out: The members of that quorum that it was used without, such as strangers.
         missing: The members that it waits for, see ``MissingMembers``.
-        has_waited: Whether it has waited as long for living members as it waits.
+        has_waited: Whether it has waited for living members until its deadline.
         connection: The process group that it is part of, if it is part of one.
         unreachable: The members of its previous quorum whose address did not answer it.
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.
@@ -74,7 +74,8 @@ class Report:
     unreachable: tuple[str, ...] = ()
     has_failed: bool = False
     gathers: bool = False
-    settings: dict = field(default_factory=dict)  # no dict[str, Any]: the annotation reads JSON
+    # Not dict[str, Any]: ``converted`` checks JSON by the annotation.
+    settings: dict = field(default_factory=dict)
 
 
 _KINDS = get_type_hints(Report)

@@ -201,6 +201,8 @@ class QuorumMember:
         is_used = all(
             [self._is_complete(reports, current), self._fits(reports), self._is_first(reports)]
         )
+        # Without the vote one rank could use a quorum that another one has declined: it would wait
+        # in a vote on a commit, and the other in a request for a quorum.
         if not (vote(is_used) if self.ranks[1] > 1 else is_used):
             self._check_rejection(vote)
             raise QuorumDeclined
@@ -417,11 +419,11 @@ class Recheck:
 
 
 class MissingMembers:
-    """The members of the previous quorum for which this group waits before it uses a new one.
+    """The members of the previous quorum for which this group waits before it uses a new quorum.
 
     A lighthouse that has been restarted, or that nobody could reach for a while, gives the first
     group that asks a quorum of its own. If that group trained on alone, the run would fork. So it
-    declines the quorum and asks again, until the others are in it or do not need to be waited for.
+    declines the quorum and asks again, until the others are in it or count as dead.
 
     Args:
         read_alive: Reads the names of the members that have sent the lighthouse a heartbeat lately;
@@ -452,7 +454,7 @@ class MissingMembers:
         self.names: frozenset[str] = frozenset()
         self.deadline: float | None = None
         self._seen: frozenset[str] = frozenset()
-        """Those waited for whom the lighthouse's page has shown as alive."""
+        """Those of ``names`` that the lighthouse's page has shown as alive."""
 
     def add_all(self, members: Iterable[str]) -> None:
         """Wait for all these members: the lighthouse has been restarted and knows none of them."""
@@ -462,8 +464,8 @@ class MissingMembers:
     def add_living(self, members: frozenset[str]) -> None:
         """Wait for those of these members that the lighthouse's page shows as alive.
 
-        The wait has one deadline: a member that stays alive and never asks for a quorum is waited
-        for once, and not again in every quorum that it is missing in (``has_waited``).
+        The wait has one deadline: for a member that stays alive and never asks for a quorum the
+        group waits once, and not in every quorum that lacks it (``has_waited``).
         """
         living = members & self.read_alive()
         if living:
@@ -477,18 +479,18 @@ class MissingMembers:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
-        """Also wait for those whom other members wait for, and no longer for those in the quorum.
+        """Also wait for the members that others wait for, and no longer for those in the quorum.
 
         Args:
-            reported: Whom each member of the quorum waits for. If members disagreed about that,
-                one would use the quorum and wait in it for another that has declined it.
+            reported: The members for which each member of the quorum waits. If they disagreed, one
+                would use the quorum and wait in it for another that has declined it.
             present: The members of the quorum.
         """
         self.names = self.names.union(*reported).difference(present)
         self._seen &= self.names
 
     def wait(self, began: float) -> None:
-        """Give the lighthouse a moment to hear of the missing members, then give up on the dead.
+        """Give the lighthouse time to hear of the missing members, then give up on the dead ones.
 
         Args:
             began: When this group first asked for the quorum, by ``time.monotonic``.

@@ -26,16 +26,16 @@ SLOWEST_COPY_BYTES_PER_S = 100_000_000
 """The slowest copy and hash of a donor's state for which a time limit leaves room."""
 
 MOST_BYTES = 1 << 50
-"""Above this a size is none: a state of 100 trillion parameters is smaller."""
+"""A larger size is taken for an error: a state of 100 trillion parameters is smaller."""
 
 
 def answer_limit_s(timeout: float, num_bytes: int) -> float:
-    """How long an answer may take if the donor first has to copy and hash so many bytes."""
+    """How long an answer may take, in seconds, if the donor first copies and hashes the state."""
     return timeout + num_bytes / SLOWEST_COPY_BYTES_PER_S
 
 
 def download_limit_s(timeout: float, num_bytes: int) -> float:
-    """How long a download may take from the request to the last of so many bytes."""
+    """How long a download of so many bytes may take from request to end, in seconds."""
     return timeout + num_bytes / SLOWEST_BYTES_PER_S
 
 
