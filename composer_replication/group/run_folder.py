@@ -37,7 +37,7 @@ ERROR, REJECTION, END = "error", "rejection", "end"
 WARNING = "warning"
 """Of a group's settings. ``launch`` shows it."""
 CONTINUED = "continued"
-"""The event at which a run that had stopped is continued: an end before it is not that of the run.
+"""The event with which a stopped run is continued: an end before it is not the end of the run.
 """
 
 REJECTED = "rejected"
@@ -82,8 +82,8 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
             "save_folder), give another run_dir=..., leave it out for a new folder below runs/, or "
             "remove that one. A command of your own is continued with --resume"
         )
-    # What is left of a start that failed is not of this run, and an end or a summary of the earlier
-    # part of a run that is continued is not of this start. Its events and logs are kept.
+    # The remains of a start that failed do not belong to this run. Nor do an end or a summary of
+    # the earlier part of a run that is continued; its events and logs are kept.
     for path in (run_dir / SUMMARY, run_dir / STOP):
         path.unlink(missing_ok=True)
     for path in events:
@@ -96,7 +96,8 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
     for path in run_dir.glob(f"replica_*/{STATUS}"):
         if resumes:  # it contains the position that the group had reached
             status = read_json(path) | {"phase": "starting"}
-            status.pop("trained_at", None)  # the time since then is no time of the run
+            # The run was stopped since then: that time does not count.
+            status.pop("trained_at", None)
             replace_json(path, status)
         else:
             path.unlink()
@@ -183,7 +184,7 @@ class ReplicaFolder:
 
         Args:
             event: Its kind.
-            fields: What is said about it.
+            fields: The event's fields.
         """
         if self._folder is not None:
             self._events.append({"time": time.time(), "event": event, **fields})
