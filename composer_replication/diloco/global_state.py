@@ -96,8 +96,7 @@ class GlobalState:
 
     @property
     def version(self) -> Hashable:
-        """A number that changes with what ``state_dict`` returns. It waits for the end of a
-        change."""
+        """It changes with what ``state_dict`` returns. Reading it waits for the end of a change."""
         with self._whole:
             return self._num_changes
 
