@@ -111,8 +111,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         if found_inf is not None and found_inf.item():
             # torch's GradScaler lets a fused optimizer's step run, and do nothing. torchft's
             # pre-hook has locked the state, and its post-hook, which unlocks it, is not called.
-            # torchft's pre-hook has locked the state, and its post-hook, which unlocks it, is not
-            # called.
             self._manager.allow_state_dict_read()
             self.forget_counted()
             return

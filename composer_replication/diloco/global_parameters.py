@@ -210,7 +210,7 @@ class GlobalParameters:
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
-        """Set Set ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
+        """Set ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
 
         With shares it is a collective of the ranks.
         """
