@@ -86,7 +86,7 @@ def address_towards(address: str) -> str | None:
 
 
 def default_hostname(lighthouse_addr: str) -> str | None:
-    """Choose how peers reach this machine where nobody has said it.
+    """Choose how peers reach this machine if no ``hostname`` is given.
 
     Peers reach the lighthouse too, so most probably they reach the address from which this machine
     does. The machine's own name may lead to a loopback address, or be unknown to the others.
@@ -95,8 +95,7 @@ def default_hostname(lighthouse_addr: str) -> str | None:
         lighthouse_addr: ``http://host:port`` of the lighthouse.
 
     Returns:
-        That address. None if it is of use to this machine alone: then the machine's own name is
-        left.
+        That address. None if only this machine can use it: then the machine's own name is used.
     """
     address = address_towards(lighthouse_addr)
     if address is None or "%" in address:
@@ -110,7 +109,7 @@ def listen(hostname: str | None) -> socket.socket:
 
     Args:
         hostname: How peers reach this machine. If it is None, or resolves to no address of this
-            machine, the socket listens on all interfaces: nothing says which one peers use.
+            machine, the socket listens on all interfaces, since peers may use any of them.
     """
     address = own_address(hostname)
     is_dual = address is None and socket.has_dualstack_ipv6()

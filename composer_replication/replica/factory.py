@@ -125,7 +125,7 @@ class SingleGroupManager(SimulatedManager):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Nobody: the log says already that the group is alone."""
+        """Empty: the log says already that the group is alone."""
         return ()
 
     def should_commit(self) -> bool:

@@ -391,7 +391,8 @@ class ReplicaManager(InterruptibleManager):
 def is_own_failure(error: Exception) -> bool:
     """Whether an error in a sync is this group's own, and not the effect of a peer's death.
 
-    torch raises the errors of gloo and NCCL as plain RuntimeErrors, so their text tells.
+    torch raises the errors of gloo and NCCL as plain RuntimeErrors, so only their text tells them
+    apart.
     """
     if isinstance(error, ConnectionError | TimeoutError | torch.distributed.DistError):
         return False

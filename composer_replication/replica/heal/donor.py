@@ -52,7 +52,7 @@ class Part(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What a donor has.
+    """What a donor has to offer.
 
     Attributes:
         step: The manager's step.
@@ -185,9 +185,10 @@ class Donor:
         """Offer the global state outside of quorums too, from now on.
 
         Args:
-            step: Gives the manager's step. It may be called at any time, from any thread.
+            step: Returns the manager's step. It may be called at any time, from any thread.
             source: The global state.
-            is_syncing: Gives whether the group is between a quorum and its vote; called likewise.
+            is_syncing: Returns whether the group is between a quorum and its vote; called in the
+                same way.
         """
         self._step, self._source, self._is_syncing = step, source, is_syncing
 
@@ -197,7 +198,7 @@ class Donor:
         Args:
             step: The manager step of the quorum.
             state: The global state: the tensors themselves, not to be changed before ``close``.
-            rest: What goes with it. It is copied.
+            rest: Further state that torchft sends with it. It is copied.
         """
         # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
         body = [memoryview(b"".join(state_bytes.dump(rest)))]
@@ -215,7 +216,7 @@ class Donor:
                 self._wanted.clear()
 
     def stop(self) -> None:
-        """Offer nothing any more. What is being sent is sent to its end."""
+        """End all offers. Transfers that have begun are completed."""
         with self._lock:
             self._source = self._quorum = None
             self._wanted.clear()
@@ -228,8 +229,8 @@ class Donor:
     def _offer_in_quorum(self, step: str) -> Offer:
         source = self._source
         with self._lock:
-            # A joiner may ask before this group has made its offer. Without the wait it would be
-            # told that there is nothing, and the sync would fail for all groups.
+            # A joiner may ask before this group has made its offer. Without the wait the answer
+            # would be that there is nothing, and the sync would fail for all groups.
             self._lock.wait_for(
                 lambda: self._is_at(step), answer_limit_s(self._timeout, self._num_bytes())
             )
@@ -267,7 +268,7 @@ class Donor:
             version = source.version
             with self._lock:
                 if self._wanted and self._wanted[0].version != version:
-                    self._wanted.clear()  # before there is another one
+                    self._wanted.clear()  # frees its memory before the next copy is made
                 copy = self._copy()
             if copy is None:
                 copy = self._make_copy(source)

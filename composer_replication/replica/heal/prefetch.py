@@ -51,7 +51,7 @@ class Prefetch:
         self._lighthouse_addr, self._rank = lighthouse_addr, rank
         self._timeout = timeout
         self._donor, self._step, self._began = "", 0, 0.0
-        """Of the last download: from whom, the manager's step, and when it began."""
+        """The last download: its donor, the manager's step, and when it began."""
         self._is_too_slow = False
         """Whether the others sync too often for this group to be ready in time."""
 
@@ -138,7 +138,7 @@ class Prefetch:
         )
 
     def _wait_for_commit(self, donor: str, download_s: float) -> bool:
-        """Wait for the donor's next commit; whether there was one in time."""
+        """Wait for the donor's next commit. Returns whether there was one in time."""
         try:
             before = self._transport.ask(donor, "latest", limit_s=self._timeout).step
             deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
