@@ -16,7 +16,7 @@ def replica_shard(dataset: Any) -> Any:
 
     Args:
         dataset: A ``datasets.Dataset`` or ``datasets.IterableDataset``, or any other with a length
-            and an index. All groups have to give the same.
+            and an index. All groups have to pass the same one.
 
     Raises:
         ValueError: ``REPLICA_GROUP_ID`` is not a number below ``NUM_REPLICA_GROUPS``, or the
@@ -41,5 +41,6 @@ def replica_shard(dataset: Any) -> Any:
         )
 
         return split_dataset_by_node(dataset, int(name), count)
-    own = range(int(name), len(dataset) - len(dataset) % count, count)  # as many for each group
+    # Each group gets as many samples.
+    own = range(int(name), len(dataset) - len(dataset) % count, count)
     return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
