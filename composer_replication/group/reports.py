@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """Reports how a group's fit goes.
+    """Reports the course of a group's fit: to the log, the trainer's loggers and the run's folder.
 
     Args:
         folder: The group's folder.
@@ -79,7 +79,7 @@ class Reports:
 
     @fence("the start of this group")
     def started(self, diloco: DiLoCo) -> None:
-        """The group has joined. Record what its earlier process had trained by its end."""
+        """Record that the group has joined, and what its earlier process had trained by its end."""
         latest = self._host.latest_checkpoint
         self._folder.append(
             START,
@@ -96,9 +96,9 @@ class Reports:
 
     @fence("who has joined")
     def joined(self, diloco: DiLoCo, manager: Any, replica_id: str, is_resumed: bool) -> None:
-        """The group has joined the others, or begins with them. Say who they are."""
+        """Log that the group has joined the others, or begins with them, and who they are."""
         self._members, self._num_groups = members_of(manager), manager.num_participants()
-        if not rank() and self._members:  # else it trains alone, which the log says already
+        if not rank() and self._members:  # otherwise it trains alone, which the log says already
             log.info(
                 "%s%s with %s; here is group %s, %s",
                 "Joined" if diloco.has_joined_others else "Resumed" if is_resumed else "Started",
@@ -110,7 +110,7 @@ class Reports:
 
     @fence("where this group resumes")
     def resumed(self, diloco: DiLoCo) -> None:
-        """Say where the group resumes, and how many steps after that point are repeated."""
+        """Log where the group resumes, and how many steps after that point are repeated."""
         batch, reached = self._host.steps, self._reached
         again = {
             "batches_again": max(0, reached.get("batch", 0) - batch),
@@ -160,7 +160,7 @@ class Reports:
 
     @fence("who takes part")
     def note_members(self, reports: Sequence[SyncReport], manager: Any) -> None:
-        """Syncs have been committed. Say who has come and who has left since the last one."""
+        """Log which groups have come and which have left since the last committed sync."""
         if not reports or manager is None:
             return
         self._num_groups = reports[-1].num_participants

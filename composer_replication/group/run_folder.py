@@ -27,7 +27,7 @@ CONFIG = "config.yaml"
 LOCK = "launch.lock"
 SUMMARY = "summary.json"
 EVENTS = "events.jsonl"
-"""What has happened to a group: a line an event, with ``time`` and ``event``, its kind."""
+"""The file with a group's events: one line each, with ``time`` and ``event``, its kind."""
 STATUS = "status.json"
 STOP = "STOP"
 """A file of this name in the run's folder ends training at the next sync, in all groups."""
@@ -35,7 +35,7 @@ STOP = "STOP"
 START, RESUME, SYNC, EVALUATION = "start", "resume", "sync", "evaluation"
 ERROR, REJECTION, END = "error", "rejection", "end"
 WARNING = "warning"
-"""Of a group's settings. ``launch`` shows it."""
+"""The kind of event for a warning about a group's settings, which ``launch`` shows."""
 CONTINUED = "continued"
 """The event with which a stopped run is continued: an end before it is not the end of the run.
 """
@@ -229,13 +229,13 @@ class ReplicaFolder:
         self.write_status(**status)
 
     def write_rejection(self, reason: str) -> None:
-        """Say that the group ends because of its settings, and would do so again."""
+        """Record that the group ends because of its settings, and would do so again."""
         self.append(REJECTION, {"error": reason})
         self.enter(REJECTED)
 
     @fence("the result of this group")
     def write_end(self, result: Mapping[str, Any]) -> None:
-        """Append the end of the group with its result. A later one takes its place."""
+        """Append the end of the group with its result. The last such event counts."""
         if self._folder is not None:
             self._events.append({"time": time.time(), "event": END, **result})
             self._events.flush(survives_power_cut=True)
