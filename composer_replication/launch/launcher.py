@@ -50,8 +50,8 @@ from composer_replication.training.config import diloco_section, read_diloco, sa
 START_RETRIES = 2
 """How often a command that fails before it has joined is started again.
 
-Jobs that start at the same moment on one machine may stand in each other's way: StreamingDataset
-chooses names for its shared memory that another job may take first.
+Jobs that start at the same moment on one machine may disturb each other: StreamingDataset chooses
+names for its shared memory that another job may take first.
 """
 
 _LOCAL = "127.0.0.1"

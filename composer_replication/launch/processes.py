@@ -96,7 +96,7 @@ class ReplicaGroups:
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         self._copies: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         self._watchdogs: dict[ReplicaId, subprocess.Popen[bytes]] = {}
-        """Of each group of which a process may be alive."""
+        """The watchdog of each group of which a process may be alive."""
 
     def __enter__(self) -> ReplicaGroups:
         return self

@@ -19,8 +19,9 @@ from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import read_json, replace_json
 
 STEADY_ABOVE, OVERSHOOTS_ABOVE = 0.1, 0.6
-"""The outer loop is steady from this mean cosine with the momentum on. Below it the outer steps
-overshoot if the groups agree so much: all of them undo the step before."""
+"""The outer loop is steady if the mean cosine with the momentum is at least the first number. Below
+it, outer steps overshoot if ``group_cosine`` is at least the second: then all groups undo the step
+before."""
 
 
 class Run:
@@ -153,9 +154,9 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
 
 
 def result_of(run: Run) -> list[tuple[str, str]]:
-    """The result of a run, first what it is made for, as pairs of a name and a value.
+    """The result of a run, as pairs of a name and a value, the most important first.
 
-    Terminal, page and report show the same. A run that goes on has what there is until now.
+    Terminal, page and report show the same. For a run that goes on it is the result so far.
     """
     rows = []
     bits = run.evaluation
@@ -184,7 +185,7 @@ def result_of(run: Run) -> list[tuple[str, str]]:
 
 
 def _verdict(momentum: float, groups: float) -> str:
-    """In words, with the numbers that docs/outer-loop.md explains."""
+    """The verdict on the outer loop in words, with the numbers that docs/outer-loop.md explains."""
     if momentum >= STEADY_ABOVE:
         verdict = "steady"
     elif groups >= OVERSHOOTS_ABOVE:
