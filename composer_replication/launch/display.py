@@ -20,6 +20,7 @@ from composer_replication.group.words import format_duration, plural
 from composer_replication.launch.group import Group
 from composer_replication.launch.live_run import LiveRun
 from composer_replication.settings import DiLoCoSettings
+from composer_replication.training.settings_file import in_words
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0
@@ -136,7 +137,7 @@ def live_table(run: LiveRun, height: int) -> Lines:
     table.add_column("group", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=16)
     table.add_column("", min_width=4, max_width=40)
-    for name in ("round", "groups", "loss", "time left"):
+    for name in ("step", "groups", "loss", "time left"):
         table.add_column(name, no_wrap=True, justify="right", min_width=6)
     for group in shown:
         table.add_row(*_row(group))
@@ -154,7 +155,7 @@ def _row(group: Group) -> Iterator[Text | ProgressBar]:
     yield Text(group.name, style=STYLES[group.mood])
     yield Text(group.state, style=STYLES[group.mood])
     yield Text("") if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
-    yield Text(group.round)
+    yield Text(group.step)
     participants = group.newest.get("diloco/num_participants")
     yield Text("-" if participants is None else f"{participants:.0f}")
     loss, left = group.status.get("loss"), group.seconds_left
@@ -170,7 +171,5 @@ def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> N
         settings: The settings.
         source: Where they are from.
     """
-    defaults = vars(DiLoCoSettings())
-    own = [f"{name}={value}" for name, value in vars(settings).items() if value != defaults[name]]
-    text = f"Settings from {source}: {', '.join(own) or 'the defaults'}"
+    text = f"Settings from {source}: {in_words(settings)}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

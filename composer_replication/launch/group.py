@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -228,15 +227,12 @@ class Group:
         return int(max(self.status.get("outer_step") or 0, self.newest.get(OUTER_STEP, 0)))
 
     @property
-    def round(self) -> str:
-        """The group's round, and the number of rounds if it is known."""
-        if "round" not in self.status:
+    def step(self) -> str:
+        """The batches that the group has trained, and their number if it is known."""
+        if "batch" not in self.status:
             return "-"
-        batches, sync_every = self.status.get("max_batches"), self.status.get("sync_every")
-        if not batches or not sync_every:
-            return f"{int(self.status['round'])}"
-        # A group that has joined later has its own count of steps, and the others' of batches.
-        return f"{int(self.status['batch'] / sync_every)} / {math.ceil(batches / sync_every)}"
+        of = self.status.get("max_batches")
+        return f"{self.status['batch']} / {of}" if of else f"{self.status['batch']}"
 
     @property
     def done(self) -> float | None:

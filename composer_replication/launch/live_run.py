@@ -97,7 +97,7 @@ class LiveRun(Run):
     def status_line(self) -> str:
         """The state of the whole run, in one line."""
         groups = self.groups.values()
-        rounds = max(groups, key=lambda group: group.status.get("batch") or 0).round
+        step = max(groups, key=lambda group: group.status.get("batch") or 0).step
         newest = [group.status.get("loss") for group in self._present]
         losses = sorted(loss for loss in newest if loss is not None)
         texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
@@ -108,7 +108,7 @@ class LiveRun(Run):
                 in_trouble.setdefault(group.state, []).append(group.name)
         parts = [
             self._newest,
-            "" if rounds == "-" else f"round {rounds}",
+            "" if step == "-" else f"step {step}",
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
             self._agreement,

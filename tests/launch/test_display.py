@@ -163,11 +163,11 @@ def groups_in_trouble(run_dir):
 
 def test_each_group_has_a_bar_and_what_matters(tmp_path):
     lines = drawn(recorded(tmp_path, 4), 80)
-    assert lines[0].split() == "group state round groups loss time left".split()
+    assert lines[0].split() == "group state step groups loss time left".split()
     assert len(lines) == 6
     for replica_id, line in enumerate(lines[1:5]):
         assert line.split()[:2] == [str(replica_id), "training"]
-        assert " ".join(line.split()).endswith(" 2 / 20 4 3.142 1 min 15 s")
+        assert " ".join(line.split()).endswith(" 25 / 200 4 3.142 1 min 15 s")
         assert "━━" in line
     assert lines[5] == "outer step 2: 4 of 4 groups, parameters equal: abababab"
 

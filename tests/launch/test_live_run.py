@@ -13,26 +13,21 @@ from composer_replication.launch.live_run import LiveRun
 def test_a_group_that_has_written_nothing_is_starting(tmp_path):
     group = group_of(tmp_path / "replica_3")
     assert (group.name, group.state, group.mood) == ("3", "starting", "good")
-    assert (group.round, group.seconds_left) == ("-", None)
+    assert (group.step, group.seconds_left) == ("-", None)
     assert (group.done, group.outer_step, group.newest) == (None, 0, {})
 
 
 def test_a_groups_progress_is_read_from_its_files(tmp_path):
     syncs = [sync_line(1), sync_line(2, participants=4)]
     group = group_of(write_group(tmp_path, 0, syncs=syncs, max_batches=195))
-    assert (group.state, group.round) == ("training", "2 / 20")
+    assert (group.state, group.step) == ("training", "25 / 195")
     assert (group.done, group.seconds_left) == (25 / 195, 75.0)
     assert (group.outer_step, group.newest["diloco/num_participants"]) == (2, 4)
 
 
-def test_a_group_that_has_joined_late_is_in_the_round_of_the_others(tmp_path):
-    joined = {"batch": 95, "inner_steps": 5, "round": 0.5}
-    assert group_of(write_group(tmp_path, 0, **joined)).round == "9 / 20"
-
-
 def test_a_group_without_a_known_end_has_neither_rounds_nor_a_done_part(tmp_path):
     group = group_of(write_group(tmp_path, 0, max_batches=None))
-    assert (group.round, group.done) == ("2", None)
+    assert (group.step, group.done) == ("25", None)
 
 
 @pytest.mark.parametrize("phase", ["finished", "failed", "left out", "not back", "rejected"])
@@ -116,7 +111,7 @@ def test_before_the_first_sync_there_is_nothing_to_say(tmp_path):
 def test_one_line_has_the_run_and_no_line_is_longer_for_more_groups(tmp_path):
     two = recorded(tmp_path / "two", 2).status_line
     assert two == (
-        "outer step 2: 2 of 2 groups, round 2 / 20, loss 3.142, 1 min 15 s left, "
+        "outer step 2: 2 of 2 groups, step 25 / 200, loss 3.142, 1 min 15 s left, "
         "parameters equal: abababab"
     )
     assert len(recorded(tmp_path / "many", 64).status_line) == len(two) + 2
@@ -127,7 +122,7 @@ def test_the_line_has_the_range_of_losses_and_the_slowest_groups_time(tmp_path):
         place = {"round": 2.0 + i, "batch": 20 + 10 * i, "seconds_left": 60.0 * i}
         write_group(tmp_path, i, loss=3.0 - i / 2, **place)
     line = run_of(tmp_path, 3).status_line
-    assert line == "round 4 / 20, loss 2.000 to 3.000, 2 min 0 s left"
+    assert line == "step 40 / 200, loss 2.000 to 3.000, 2 min 0 s left"
 
 
 @pytest.mark.parametrize("phase", ["restarting", "left out"])
