@@ -31,7 +31,6 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
 from composer_replication.group.host import GroupArguments, Host
 from composer_replication.group.replica_group import ReplicaGroup
-from composer_replication.replica.ranks import broadcast
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
@@ -54,7 +53,6 @@ class TrainerJob(Host):
     data_fix = "replica_shard(dataset)"
     trainer: Trainer
     group: ReplicaGroup
-    _received: dict[str, Any] | None = None
 
     # ---- what is trained --------------------------------------------------------------------
 
@@ -114,15 +112,7 @@ class TrainerJob(Host):
             "is_in_step": self.group.is_in_step,
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._received = saved
-
-    def after_heal(self) -> None:
-        """Continue at the step of rank 0's donor; torchft picks a donor for each rank."""
-        if self._received is None:
-            return  # on all ranks alike, and in nearly every step: no collective then
-        saved = broadcast(self._received)
-        self._received = None
+    def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         scheduler = self.trainer.lr_scheduler
         scheduler.load_state_dict(saved["schedule"])
         if saved["is_in_step"]:

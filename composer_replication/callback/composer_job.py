@@ -24,7 +24,6 @@ from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.fence import fence
 from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
-from composer_replication.replica.ranks import broadcast
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ class ComposerJob(Host):
 
     def __init__(self) -> None:
         self.averages = WeightAverages()
-        self._received_averages: tuple[list[Any], bool] = [], False
-        self._has_healed = False
 
     def before_join(self) -> None:
         """Prepare for a fit. Called in ``Trainer.fit``, before the group joins."""
@@ -161,50 +158,24 @@ class ComposerJob(Host):
             "averages": [] if dist.get_global_rank() else self.averages.state_dict(),
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         """Continue at the donor's position, so that both groups end at the same batch."""
-        self._has_healed = True
-        # EMA and SWA also update at the end of this batch, which would change the donor's averages:
-        # after_heal loads them after that.
-        misses_an_update = saved["is_in_batch"] or self.group.is_in_step
-        self._received_averages = saved["averages"], misses_an_update
-        self._load_position(saved)
-
-    def after_heal(self) -> None:
-        """Give all ranks of the group what rank 0 has received from its donor.
-
-        torchft picks a donor for each rank. Donors can be at different batches, if some have
-        skipped steps.
-        """
-        if not self._has_healed:
-            return
-        self._has_healed = False
-        counts, self.state.max_duration = broadcast(
-            (_counts(self.state.timestamp), self.state.max_duration)
-        )
-        self._adopt(counts, counts["epoch"])
-        if self.averages.exist:
-            averages, misses_an_update = broadcast(self._received_averages)
-            self.averages.load_state_dict(averages, misses_an_update, self.logger)
-        self._received_averages = [], False
-        self._schedules.load_from_rank_0(broadcast(self._schedules.state_dict()))
-
-    def _load_position(self, saved: dict[str, Any]) -> None:
         self._adopt(saved["timestamp"])
-        self._schedules.load_state_dict(saved["schedules"])
-        if saved["is_in_batch"] and not self.group.is_in_step:
-            # This group joins before its first batch, and the donor is inside a batch that it has
-            # not counted yet: continue at the position after that batch.
-            self._schedules.end_batch(saved["ends_epoch"])
-            now = self.state.timestamp
+        has_rates = self._schedules.load_state_dict(saved["schedules"])
+        is_in_batch = saved["is_in_batch"] or is_in_step
+        if is_in_batch:
+            # It is the position before a batch, of the donor or of this group, that is over by now.
+            # Composer steps schedulers before it counts a batch, and has so stepped this group's.
+            if has_rates or not is_in_step:
+                self._schedules.end_batch(saved["ends_epoch"] and not is_in_step)
+            now = self.state.previous_timestamp = self.state.timestamp
             samples = now.sample.value // max(1, now.batch.value)
             tokens = now.token.value // max(1, now.batch.value)
             self._adopt(_counts(now.to_next_batch(samples=samples, tokens=tokens)))
-        is_before_first = (
-            not self.state.timestamp.batch_in_epoch.value and not self.group.is_in_step
-        )
-        if self._is_new and is_before_first:
+        if self._is_new and not is_in_step and not self.state.timestamp.batch_in_epoch.value:
             self._load_epoch(saved)
+        if self.averages.exist:
+            self.averages.load_state_dict(saved["averages"], is_in_batch, self.logger)
         batch = self.state.timestamp.batch.value
         log.info("Continuing at batch %d, like the other replica groups", batch)
 

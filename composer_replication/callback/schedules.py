@@ -40,40 +40,38 @@ class Schedules:
         states = [(kind, state if _is_plain(state) else None) for kind, state in kept]
         return states, [_rates(group) for group in self._groups()]
 
-    def load_state_dict(self, saved: SchedulerStates) -> None:
-        """Load the donor's states. If one cannot be loaded, none is, and a warning says why."""
+    def load_state_dict(self, saved: SchedulerStates) -> bool:
+        """Load the donor's states. If one cannot be loaded, none is, and a warning says why.
+
+        Returns:
+            Whether they have been loaded.
+        """
         states, rates = saved
         schedulers = self._state.schedulers
         own = [type(each).__name__ for each in schedulers]
-        if own == [kind for kind, state in states if state] and len(rates) == len(self._groups()):
+        theirs = [kind for kind, state in states if state]
+        fits = own == theirs and len(rates) == len(self._groups())
+        if fits:
             for scheduler, (_, state) in zip(schedulers, states, strict=True):
                 scheduler.load_state_dict(state or {})
-            self._set(rates)
+            for group, its_rates in zip(self._groups(), rates, strict=True):
+                for name, rate in its_rates.items():
+                    if isinstance(group.get(name), Tensor):
+                        group[name].fill_(rate)
+                    else:
+                        group[name] = rate
         elif not self._has_warned:
             self._has_warned = True
             log.warning(
                 "Schedulers keep their own state, not the donor's: it has sent those of %s for %d "
                 "groups of parameters, and this group has %s for %d. Use the same, whose states "
                 "are numbers and plain containers",
-                [kind for kind, state in states if state],
+                theirs,
                 len(rates),
                 own,
                 len(self._groups()),
             )
-
-    def load_from_rank_0(self, saved: SchedulerStates) -> None:
-        """Load the states and all learning rates of rank 0 of this group."""
-        self.load_state_dict(saved)
-        if self._state.schedulers:
-            self._set(saved[1])
-
-    def _set(self, rates: list[dict[str, float]]) -> None:
-        for group, its_rates in zip(self._groups(), rates, strict=True):
-            for name, rate in its_rates.items():
-                if isinstance(group.get(name), Tensor):
-                    group[name].fill_(rate)
-                else:
-                    group[name] = rate
+        return fits
 
     def end_batch(self, ends_epoch: bool) -> None:
         """Step the schedulers, as Composer does before it counts a finished batch."""

@@ -167,9 +167,11 @@ class Host:
         """
         raise NotImplementedError
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Continue at the donor's position. It is called on torchft's thread too."""
-        raise NotImplementedError
+    def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
+        """Continue at the donor's position. On every rank, once the step or the join is over.
 
-    def after_heal(self) -> None:
-        """Called on every rank when a sync may have healed this group; collectives are allowed."""
+        Args:
+            saved: What ``state_dict`` was in the donor of rank 0.
+            is_in_step: Whether this group has healed inside a step.
+        """
+        raise NotImplementedError

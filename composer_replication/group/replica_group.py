@@ -88,6 +88,7 @@ class ReplicaGroup:
         self._reports = Reports(self._folder, self.settings, host)
         self.continuation = Continuation(host)
         self.generators = Generators()
+        self._received: tuple[dict[str, Any], bool] | None = None
         self._parent = os.getppid()
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
 
@@ -164,6 +165,7 @@ class ReplicaGroup:
             )
             reports.position("joining", diloco)
             diloco.__enter__()
+            self._follow_donor()
             reports.started(diloco)
             reports.joined(diloco, self.manager, name, is_resumed)
             if self.data is not None:
@@ -189,7 +191,7 @@ class ReplicaGroup:
             own = pick(ManagerOptions, vars(options) | {"backend": backend})
             manager = make_manager(**vars(own))
         self.manager = manager
-        manager.register_state_dict_fn(host.name, host.load_state_dict, host.state_dict)
+        manager.register_state_dict_fn(host.name, self._receive, host.state_dict)
         diloco = DiLoCo(
             manager,
             host.model,
@@ -205,6 +207,19 @@ class ReplicaGroup:
             host.loader, options, diloco, self._membership, self.sync_idle, host.epochs
         )
         return diloco
+
+    def _receive(self, position: dict[str, Any]) -> None:
+        """A donor's. On torchft's thread, while training waits for a sync."""
+        self._received = position, self.is_in_step
+
+    def _follow_donor(self) -> None:
+        """If a sync has healed this group, continue at the position of rank 0's donor.
+
+        torchft picks a donor for each rank, and donors may be at other steps.
+        """
+        if self._received is not None:  # on all ranks alike, and seldom: no collective else
+            received, self._received = broadcast(self._received), None
+            self.host.load_state_dict(*received)
 
     def _backend(self) -> str:
         device = next(self.host.model.parameters()).device
@@ -296,7 +311,7 @@ class ReplicaGroup:
         """Report syncs and the position in training. Returns whether there was a sync."""
         assert self.diloco is not None, "join has made it"
         reports = self.diloco.pop_finished_syncs()
-        self.host.after_heal()
+        self._follow_donor()
         if reports and self._membership is not None:
             self._membership.check()
         self._reports.synced(reports)

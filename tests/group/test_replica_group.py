@@ -38,9 +38,9 @@ class Loop(Host):
         self.metrics.append(metrics)
 
     def state_dict(self):
-        return {"steps": self.steps}
+        return {"steps": self.steps + self.group.is_in_step}
 
-    def load_state_dict(self, saved):
+    def load_state_dict(self, saved, is_in_step):
         self.steps = saved["steps"]
 
     def step(self, samples):
@@ -55,7 +55,9 @@ def train(sim, *, saved=None, stop=9, num_replicas=None):
     """Train a group; its host, what it would save at the end, and how it ended."""
     host = Loop(sim.replica_id)
     arguments = {"sync_every": 4, "replica_id": sim.replica_id, "weight_by": "samples"}
-    group = ReplicaGroup(host, arguments | {"num_replicas": num_replicas or sim.num_replicas})
+    group = host.group = ReplicaGroup(
+        host, arguments | {"num_replicas": num_replicas or sim.num_replicas}
+    )
     if saved is not None:
         model, optimizer, host.steps, ours = saved
         host.model.load_state_dict(model)
