@@ -164,8 +164,9 @@ class ComposerJob(Host):
         has_rates = self._schedules.load_state_dict(saved["schedules"])
         is_in_batch = saved["is_in_batch"] or is_in_step
         if is_in_batch:
-            # It is the position before a batch, of the donor or of this group, that is over by now.
-            # Composer steps schedulers before it counts a batch, and has so stepped this group's.
+            # The donor's counters are those before the batch of this sync, which is over by now.
+            # Composer steps schedulers before it counts a batch: this group's, if it was in one,
+            # have been stepped with the counters that it had then.
             if has_rates or not is_in_step:
                 self._schedules.end_batch(saved["ends_epoch"] and not is_in_step)
             now = self.state.previous_timestamp = self.state.timestamp
