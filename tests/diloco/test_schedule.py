@@ -1,15 +1,13 @@
-"""A schedule of the outer numbers, and its checks. Run: pytest tests/diloco/test_schedule.py
-
-Real torchft schedule, simulated network; the reference is in plain Python.
-"""
+"""A schedule of the outer numbers and the rounds. The reference is in plain Python."""
 
 import logging
+from functools import partial
 
 import pytest
 import torch
-from common import Constant, load, save, take_step
+from common import Constant
+from promises.groups import learn, run
 
-from composer_replication import DiLoCo, simulate
 from composer_replication.settings import MAX_ROWS, DiLoCoSettings, value_at
 from composer_replication.simulation.simulation import Fault, SimulationError
 
@@ -25,41 +23,27 @@ def dicts(rows):
 
 
 def move(replica_id, step):
-    """What an inner step of a replica adds; in eighths, which fp32 adds without an error."""
+    """What an inner step of a group adds; in eighths, which fp32 adds without an error."""
     return ((5 * step + 3 * replica_id) % 7 - 2) / 8
 
 
-class Replica:
-    """Trains scalars, one in each fragment, a round of two inner steps for each."""
+def scheduled(k, *faults, num_fragments=1, steps=20, **settings):
+    """By outer step: the numbers that it was taken with and the global values after it."""
 
-    def __init__(self, sim, num_fragments=1, **settings):
-        self.sim = sim
-        self.model = torch.nn.Sequential(*(Constant() for _ in range(num_fragments)))
-        self.inner = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        settings = {
-            "num_replicas": sim.num_replicas,
-            "num_fragments": num_fragments,
-            "sync_every": 2 * num_fragments,
-            "schedule": dicts(ROWS),
-            "digest_every": 1,
-        } | settings
-        self.diloco = DiLoCo(sim.manager, self.model, self.inner, **BASE | settings)
-        self.trace = {}
-
-    def train(self, first, last):
-        for step in range(first, last):
-            take_step(self.inner, move(self.sim.replica_id, step))
-            values = [theta.item() for theta in self.diloco.global_parameters().values()]
-            for report in self.diloco.pop_finished_syncs():
+    def replica(group):
+        trace = {}
+        for step in range(steps):
+            done = len(group.reports)
+            group.step(move(group.id, step))
+            for report in group.reports[done:]:
                 numbers = report.outer_lr, report.outer_momentum
-                self.trace[report.outer_step] = (*numbers, values, report.global_digest)
+                trace[report.outer_step] = (*numbers, group.theta)
+        return trace
 
-
-def run(sim, steps=20, **settings):
-    replica = Replica(sim, **settings)
-    with replica.diloco:
-        replica.train(0, steps)
-    return replica.trace
+    names = [f"p{number}" for number in range(num_fragments)]
+    settings = BASE | {"schedule": dicts(ROWS), "fragment_patterns": names} | settings
+    settings |= {"model": partial(Constant, **dict.fromkeys(names, (1,)))}
+    return run(k, replica, *faults, sync_every=2 * num_fragments, **settings)
 
 
 def reference(num_outer_steps, num_fragments, num_replicas):
@@ -85,146 +69,111 @@ def reference(num_outer_steps, num_fragments, num_replicas):
             theta[turn] -= lr * delta
         for own in local:
             own[turn] = theta[turn]
-        trace[outer_step] = (lr, beta, list(theta))
+        trace[outer_step] = (lr, beta, pytest.approx(list(theta), abs=1e-5))
     return trace
 
 
 @pytest.mark.parametrize("num_fragments", [1, 2])
 def test_each_outer_step_is_taken_with_its_row(num_fragments, caplog):
     caplog.set_level(logging.INFO, "composer_replication")
-    traces = simulate(lambda sim: run(sim, num_fragments=num_fragments), num_replicas=2)
     expected = reference(10, num_fragments, num_replicas=2)
-    for trace in traces:
-        assert {n: values[:2] for n, values in trace.items()} == {
-            n: values[:2] for n, values in expected.items()
-        }
-        for outer_step, (_, _, values, _) in trace.items():
-            assert values == pytest.approx(expected[outer_step][2], abs=1e-5)
+    assert scheduled(2, num_fragments=num_fragments) == [expected] * 2
     assert caplog.text.count("From outer step 5 on: outer_lr 1, outer_momentum 0") == 2
 
 
 def test_without_a_row_that_applies_a_schedule_changes_no_bit():
-    plain = simulate(lambda sim: run(sim, schedule=None), num_replicas=2)
-    later = simulate(lambda sim: run(sim, schedule=dicts([[99, 0.1, 0.1]])), num_replicas=2)
-    assert plain == later
-
-
-@pytest.mark.parametrize("at", range(3, 17))
-@pytest.mark.slow
-def test_a_resume_goes_on_in_the_row_in_which_it_stopped(at):
-    def whole(sim):
-        replica, saved = Replica(sim), {}
-        with replica.diloco:
-            for step in range(20):
-                replica.train(step, step + 1)
-                saved[step + 1] = save(replica.diloco, replica.model)
-        return replica.trace, saved
-
-    found = simulate(whole, num_replicas=2)
-
-    def resumed(sim):
-        replica = Replica(sim)
-        load(found[sim.replica_id][1][at], replica.diloco, replica.model)
-        with replica.diloco:
-            replica.train(at, 20)
-        return replica.trace
-
-    for trace, (expected, _) in zip(simulate(resumed, num_replicas=2), found, strict=True):
-        assert trace == {n: values for n, values in expected.items() if 2 * n > at}
-
-
-@pytest.mark.parametrize("step", range(2, 10))
-def test_a_joiner_takes_each_outer_step_with_the_same_row(step):
-    late = [Fault("late", replica_id=1, step=step)]
-    one, other = simulate(lambda sim: run(sim, num_replicas=1), num_replicas=2, faults=late)
-    shared = one.keys() & other.keys()
-    assert min(other) == step and len(shared) > 1
-    assert [one[n] for n in shared] == [other[n] for n in shared]
-
-
-def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):
-    def replica(sim):
-        first = Replica(sim)
-        with first.diloco:
-            first.train(0, 10)
-        return save(first.diloco, first.model)
-
-    (saved,) = simulate(replica, num_replicas=1)
-
-    def resumed(sim):
-        replica = Replica(sim, schedule=None)
-        load(saved, replica.diloco, replica.model)
-        with replica.diloco:
-            replica.train(10, 12)
-        return replica.trace[6][:2]
-
-    assert simulate(resumed, num_replicas=1) == [(0.5, 0.75)]
-    assert "schedule: [{'outer_step': 3" in caplog.text
-
-
-def test_groups_with_other_schedules_do_not_start_together():
-    def replica(sim):
-        run(sim, schedule=dicts(ROWS if sim.replica_id else ROWS[:2]))
-
-    with pytest.raises(SimulationError, match="schedule: .* here, .* there"):
-        simulate(replica, num_replicas=2)
+    later = dicts([[99, 0.1, 0.1]])
+    assert scheduled(2, schedule=None) == scheduled(2, schedule=later)
 
 
 def test_a_row_leaves_what_it_does_not_name():
     schedule = [{"outer_step": 2, "outer_lr": 0.25}, {"outer_step": 4, "outer_momentum": 0.5}]
-    (trace,) = simulate(lambda sim: run(sim, steps=10, schedule=schedule), num_replicas=1)
+    (trace,) = scheduled(1, steps=10, schedule=schedule)
     numbers = [trace[n][:2] for n in range(1, 6)]
     assert numbers == [(0.5, 0.75), (0.25, 0.75), (0.25, 0.75), (0.25, 0.5), (0.25, 0.5)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"schedule": "[]"}, r"schedule='\[\]': give a list of rows such as \{outer_step: 61"),
-        ({"schedule": [7]}, r"schedule\[0\]=7: write a row with outer_step and any of sync_ev"),
-        ({"schedule": [{"outer_step": 3}]}, r"schedule\[0\]=\{'outer_step': 3\}: write a row"),
-        ({"schedule": [{"sync_every": 3}]}, r"schedule\[0\]=.*: write a row with outer_step"),
-        (
-            {"schedule": [{"outer_step": 3, "outer_lrs": 1}]},
-            r"schedule\[0\]: outer_lrs cannot change during a run: did you mean outer_lr\?",
-        ),
-        (
-            {"schedule": [{"outer_step": 3, "wire_format": "int8"}]},
-            r"wire_format cannot change during a run: use sync_every, outer_lr, outer_momentum",
-        ),
-        ({"schedule": dicts([[0, 0.7, 0.9]])}, r"schedule\[0\]: outer_step=0: use an integer of"),
-        ({"schedule": dicts([[1, -0.7, 0.9]])}, r"schedule\[0\]: outer_lr=-0.7: use a number 0"),
-        (
-            {"schedule": dicts([[1, 0.7, 0.9], [9, 0.7, 1]])},
-            r"schedule\[1\]: outer_momentum=1: use a number between 0 and 1",
-        ),
-        (
-            {"schedule": dicts([[9, 0.7, 0.9], [9, 0.4, 0.9]])},
-            r"schedule\[1\]: outer_step=9 does not come after 9: put the rows in ascending order",
-        ),
-        ({"schedule": dicts([[n + 1, 1, 0] for n in range(MAX_ROWS + 1)])}, "has 65 rows: use at"),
-        (
-            {"num_fragments": 4, "schedule": [{"outer_step": 3, "sync_every": 30}]},
-            r"schedule\[0\]: sync_every=30 is not divisible by num_fragments=4: use 28 or 32",
-        ),
-        (
-            {"fragment_sync_delay": 9, "schedule": [{"outer_step": 3, "sync_every": 8}]},
-            r"schedule\[0\]: fragment_sync_delay=9 is not below .* = 8 / 1 = 8.*: use at most 7",
-        ),
-        (
-            {"round_seconds": 60, "schedule": [{"outer_step": 3, "sync_every": 8}]},
-            r"schedule\[0\]: sync_every=8 with round_seconds=60: rounds are a time there",
-        ),
-    ],
-)
+def test_an_outer_optimizer_of_ones_own_has_no_scheduled_numbers():
+    with pytest.raises(SimulationError, match="in the schedule and an outer_optimizer of your own"):
+        run(1, lambda group: None, outer=torch.optim.Adam, schedule=dicts([[4, 1, 0]]))
+
+
+# ---- the length of rounds ----------------------------------------------------------------------
+
+SHORT_FIRST = {"sync_every": 2, "schedule": [{"outer_step": 4, "sync_every": 6}]}
+UP_AND_DOWN = [{"outer_step": n, "sync_every": h} for n, h in ((2, 4), (4, 10), (5, 2))]
+
+
+@pytest.mark.parametrize(("settings", "steps"), [
+    ({}, [2, 4, 6, 12, 18, 24, 30]),
+    ({"fragment_sync_delay": 1}, [2, 4, 6, 12, 18, 24, 30]),
+    # Each sync of a fragment is an outer step: three of them end inside the second round.
+    ({"model": partial(Constant, a=(1,), b=(1,)),
+      "fragment_patterns": ["a", "b"]}, [1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]),
+    ({"schedule": UP_AND_DOWN}, [2, 6, 10, 20, 22, 24, 26, 28, 30]),
+])  # fmt: skip
+def test_rounds_have_the_length_of_their_outer_step(settings, steps):
+    def replica(group):
+        group.step(*[-1.0] * 30)
+        return group.of_reports("inner_steps")
+
+    assert run(2, replica, **SHORT_FIRST | settings) == [steps] * 2
+
+
+def test_the_outer_steps_before_a_row_are_those_of_a_run_without_it():
+    warm, short = learn(2, 30, **SHORT_FIRST)[0], learn(2, 6, sync_every=2)[0]
+    assert [warm[n] for n in (1, 2, 3)] == [short[n] for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("step", range(2, 7))
+@pytest.mark.parametrize("schedule", [SHORT_FIRST["schedule"], dicts(ROWS)], ids=str)
+def test_a_joiner_takes_each_outer_step_with_the_same_row(step, schedule):
+    def replica(group):
+        group.step(*[move(group.id, step) for step in range(30)])
+        names = ("outer_step", "inner_steps", "outer_lr", "global_digest")
+        return {number: row for number, *row in group.of_reports(*names)}
+
+    late = Fault("late", replica_id=1, step=step)
+    settings = {"digest_every": 1, "sync_every": 2, "schedule": schedule}
+    one, other = run(2, replica, late, **settings)
+    shared = sorted(one.keys() & other.keys())
+    assert shared[0] == step and len(shared) > 1
+    assert [one[n][1:] for n in shared] == [other[n][1:] for n in shared]
+    lengths = [[seen[n + 1][0] - seen[n][0] for n in shared[:-1]] for seen in (one, other)]
+    assert lengths[0] == lengths[1]
+
+
+# ---- checks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"schedule": "[]"}, r"schedule='\[\]': give a list of rows such as \{outer_step: 61"),
+    ({"schedule": [7]}, r"schedule\[0\]=7: write a row with outer_step and any of sync_ev"),
+    ({"schedule": [{"outer_step": 3}]}, r"schedule\[0\]=\{'outer_step': 3\}: write a row"),
+    ({"schedule": [{"sync_every": 3}]}, r"schedule\[0\]=.*: write a row with outer_step"),
+    ({"schedule": [{"outer_step": 3, "outer_lrs": 1}]},
+     r"schedule\[0\]: outer_lrs cannot change during a run: did you mean outer_lr\?"),
+    ({"schedule": [{"outer_step": 3, "wire_format": "int8"}]},
+     r"wire_format cannot change during a run: use sync_every, outer_lr, outer_momentum"),
+    ({"schedule": dicts([[0, 0.7, 0.9]])}, r"schedule\[0\]: outer_step=0: use an integer of"),
+    ({"schedule": dicts([[1, -0.7, 0.9]])}, r"schedule\[0\]: outer_lr=-0.7: use a number 0"),
+    ({"schedule": dicts([[1, 0.7, 0.9], [9, 0.7, 1]])},
+     r"schedule\[1\]: outer_momentum=1: use a number between 0 and 1"),
+    ({"schedule": dicts([[9, 0.7, 0.9], [9, 0.4, 0.9]])},
+     r"schedule\[1\]: outer_step=9 does not come after 9: put the rows in ascending order"),
+    ({"schedule": dicts([[n + 1, 1, 0] for n in range(MAX_ROWS + 1)])}, "has 65 rows: use at"),
+    ({"num_fragments": 4, "schedule": [{"outer_step": 3, "sync_every": 30}]},
+     r"schedule\[0\]: sync_every=30 is not divisible by num_fragments=4: use 28 or 32"),
+    ({"fragment_sync_delay": 9, "schedule": [{"outer_step": 3, "sync_every": 8}]},
+     r"schedule\[0\]: fragment_sync_delay=9 is not below .* = 8 / 1 = 8.*: use at most 7"),
+    ({"round_seconds": 60, "schedule": [{"outer_step": 3, "sync_every": 8}]},
+     r"schedule\[0\]: sync_every=8 with round_seconds=60: rounds are a time there"),
+    ({"sync_every": 24, "num_fragments": 24, "fragment_sync_delay": 2},
+     "24 / 24 = 1, .*: use at most 0, or num_fragments=8"),
+])  # fmt: skip
 def test_a_schedule_that_cannot_be_is_refused_with_value_and_fix(settings, message):
     with pytest.raises(ValueError, match=message):
         DiLoCoSettings(**settings)
-
-
-def test_a_delay_with_several_fragments_in_flight_is_refused_with_both_fixes():
-    with pytest.raises(ValueError, match="24 / 24 = 1, .*: use at most 0, or num_fragments=8"):
-        DiLoCoSettings(sync_every=24, num_fragments=24, fragment_sync_delay=2)
 
 
 def test_equal_schedules_are_equal_however_they_are_written():
@@ -233,13 +182,3 @@ def test_equal_schedules_are_equal_however_they_are_written():
     assert DiLoCoSettings(schedule=[]) == DiLoCoSettings()
     assert one.fingerprint()["schedule"] == dicts([[4, 1.0, 0.0]])
     assert [value_at(one.schedule, "outer_lr", n, 0.7) for n in (1, 3, 4, 5)] == [0.7, 0.7, 1, 1]
-
-
-def test_an_outer_optimizer_of_ones_own_has_no_scheduled_numbers():
-    def replica(sim):
-        model = Constant()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        DiLoCo(sim.manager, model, inner, torch.optim.Adam, schedule=dicts([[4, 1, 0]]))
-
-    with pytest.raises(SimulationError, match="in the schedule and an outer_optimizer of your own"):
-        simulate(replica, num_replicas=1)

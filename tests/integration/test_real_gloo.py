@@ -1,7 +1,7 @@
 """Several replica groups as processes. Run: pytest -m integration tests/integration
 
 Real: processes, the torchft lighthouse and Manager, gloo over loopback. Nothing is faked. What the
-algorithm computes is worked out by hand in the simulation (tests/diloco/test_algorithm.py); here
+algorithm computes is worked out by hand in the simulation (tests/promises); here
 real groups come to the same bits, and to those of an independent implementation.
 """
 

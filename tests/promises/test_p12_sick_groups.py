@@ -1,18 +1,18 @@
-"""What one group sends wrongly stays in that group: the others leave it out by name and go on.
+"""P12: one sick group does not infect the rest: the others leave it out by name and go on.
 
-``pytest tests/diloco/test_guard.py``: simulated network, values computed by hand.
 ``tests/integration/test_guard.py`` has a group that lies over gloo.
 """
 
 import math
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
-from common import Constant, plain_sgd, take_step
+from common import Constant, plain_sgd
+from promises.groups import adamw, attempt, run
 
-from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.outer_health import Vitals, beyond_all_others
 from composer_replication.diloco.peer_row import PeerRow
@@ -28,20 +28,21 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr("composer_replication.diloco.retry.FIRST_PAUSE_S", 0.0)
 
 
-def train(sim, *, is_sick=lambda step: False, times=1.0, **settings):
+def train(group, *, times=1.0):
     """Sync every step: the global value after each, the contributions and the steps lost."""
-    model = Constant(0.0, weight=(6,), other=(3,))
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
     seen = []
-    settings = {"num_replicas": sim.num_replicas, "sync_every": 1} | settings
-    with DiLoCo(sim.manager, model, inner, plain_sgd(), **settings) as diloco:
-        for step in range(STEPS):
-            sick = sim.replica_id == sim.num_replicas - 1 and step in SICK
-            threading.current_thread().name = "liar" if sick else f"group {sim.replica_id}"
-            take_step(inner, MOVES[sim.replica_id] * (times if sick else 1.0))
-            seen.append(diloco.global_parameters()["weight"].amax().item())
-        reports = diloco.pop_finished_syncs()
-    return seen, [r.contribution for r in reports], sum(r.steps_lost for r in reports)
+    for step in range(STEPS):
+        sick = group.is_last and step in SICK
+        threading.current_thread().name = "liar" if sick else f"group {group.id}"
+        group.step(MOVES[group.id] * (times if sick else 1.0))
+        seen.append(group.diloco.global_parameters()["weight"].amax().item())
+    return seen, group.of_reports("contribution"), sum(group.of_reports("steps_lost"))
+
+
+def trained(k, replica=train, **settings):
+    model = partial(Constant, 0.0, weight=(6,), other=(3,))
+    settings = {"model": model, "outer": plain_sgd(), "sync_every": 1} | settings
+    return run(k, replica, num_replicas=k, **settings)
 
 
 def is_lying():
@@ -124,53 +125,78 @@ def test_what_is_sent_wrongly_leaves_its_group_out_by_name(
     where, at, value, groups, monkeypatch, caplog
 ):
     where(monkeypatch, at, value)
-    check_left_out(simulate(train, num_replicas=groups), caplog, groups)
+    check_left_out(trained(groups), caplog, groups)
 
 
 @pytest.mark.parametrize("wire_format", ["float32", "int8"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_pseudo_gradient_beyond_all_others_leaves_its_group_out(groups, wire_format, caplog):
-    def replica(sim):
-        return train(sim, times=40.0, wire_format=wire_format)
-
-    check_left_out(simulate(replica, num_replicas=groups), caplog, groups, tolerance=0.05)
+    runs = trained(groups, partial(train, times=40.0), wire_format=wire_format)
+    check_left_out(runs, caplog, groups, tolerance=0.05)
     assert "times as long per inner step as that of" in caplog.text
 
 
 def test_nobody_copies_the_buffers_of_a_first_group_that_is_left_out(monkeypatch):
     lie_in_message(monkeypatch, 0, math.nan)
 
-    def replica(sim):
-        model = Constant(0.0, weight=(6,))
-        model.register_buffer("count", torch.tensor(0))
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        counts = []
-        with DiLoCo(sim.manager, model, inner, plain_sgd(), 1, num_replicas=3) as diloco:
-            for step in range(4):
-                is_liar = (sim.replica_id, step) == (0, 2)
-                threading.current_thread().name = "liar" if is_liar else f"group {sim.replica_id}"
-                model.count += 666 if is_liar else 1
-                take_step(inner, -1.0)
-                counts.append(model.count.item())
-            return counts, diloco.global_digest()
+    def model():
+        made = Constant(0.0, weight=(6,))
+        made.register_buffer("count", torch.tensor(0))
+        return made
 
-    runs = simulate(replica, num_replicas=3)
-    assert all(run == runs[0] for run in runs)
+    def replica(group):
+        counts = []
+        for step in range(4):
+            is_liar = (group.id, step) == (0, 2)
+            threading.current_thread().name = "liar" if is_liar else f"group {group.id}"
+            group.model.count += 666 if is_liar else 1
+            group.step(-1.0)
+            counts.append(group.model.count.item())
+        return counts, group.diloco.global_digest()
+
+    runs = trained(3, replica, model=model)
+    assert all(seen == runs[0] for seen in runs)
     assert runs[0][0] == [1, 2, 2, 3]
 
 
 def test_a_group_that_stays_sick_leaves_and_the_others_go_on(monkeypatch):
     lie_in_message(monkeypatch, 0, math.nan)
 
-    def replica(sim):
-        try:
-            return train(sim, max_sync_retries=1)
-        except Exception as error:
-            return str(error)
-
-    first, second, sick = simulate(replica, num_replicas=3)
+    first, second, sick = trained(3, attempt(train), max_sync_retries=1)
     assert "was not sound in 2 syncs in a row" in sick
     assert first == second and all(map(math.isfinite, first[0]))
+
+
+# ---- not finite -------------------------------------------------------------------------------
+
+
+def test_a_group_with_nan_contributes_nothing_and_recovers(caplog):
+    # Research: groups at -1 and -1.5 a step; NaN in the second one's second round only.
+    def replica(group):
+        for step in range(6):
+            group.step(math.nan if (group.id, step) == (1, 3) else (-0.5, -1.5)[group.id])
+        return group.local, group.of_reports("contribution", "total_contribution")
+
+    healthy, sick = run(2, replica, outer=plain_sgd(), sync_every=2)
+    assert healthy == ([10 - 2 - 1 - 2], [(1, 2), (1, 1), (1, 2)])
+    assert sick == ([10 - 2 - 1 - 2], [(1, 2), (0, 1), (1, 2)])
+    assert any("not finite" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2])
+def test_sick_in_one_inner_step_costs_one_contribution_whatever_the_fragments(delay):
+    # Three fragments in turns of 3 steps; one gradient of group 1 is not a number.
+    def replica(group):
+        group.step(*(math.nan if (group.id, step) == (1, 11) else -0.1 for step in range(27)))
+        return group.of_reports("contribution"), sum(group.of_reports("steps_lost"))
+
+    settings = {"fragment_patterns": ["a", "b", "c"], "fragment_sync_delay": delay}
+    model = partial(Constant, a=(2,), b=(2,), c=(2,))
+    settings |= {"model": model, "sync_every": 9, "max_sync_retries": 2}
+    (healthy, lost_by_healthy), (sick, lost) = run(2, replica, **settings)
+    assert (healthy, lost_by_healthy) == ([1.0] * 9, 0)
+    assert sick.count(0.0) == 1 and len(sick) == 9
+    assert 0 < lost <= 9 + delay  # at most a round
 
 
 # ---- no false alarm ---------------------------------------------------------------------------
@@ -208,23 +234,22 @@ def test_a_group_is_compared_with_the_others_and_between_two_with_itself(groups,
 @pytest.mark.slow
 def test_honest_groups_raise_no_alarm(job, groups, wire_format, caplog):
     # Noise of unlike size, a tensor that freezes, steps of nothing, a joiner, an early end.
-    def replica(sim):
-        model = Constant(0.5, a=(40, 9), b=(33,))
-        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-        noise = torch.Generator().manual_seed(sim.replica_id)
-        with DiLoCo(sim.manager, model, inner, wire_format=wire_format, **job) as diloco:
-            for _ in range(48 - sim.replica_id):
-                model.a.requires_grad_(not 5 <= diloco.outer_step < 7)
-                inner.param_groups[0]["lr"] = 0.0 if 7 <= diloco.outer_step < 9 else 0.01
-                for p in model.parameters():
-                    p.grad = torch.randn(p.shape, generator=noise) if p.requires_grad else None
-                diloco.count_samples(8 + 5 * sim.replica_id)
-                inner.step()
-            diloco.final_sync()
-            return diloco.global_digest()
+    def replica(group):
+        model, diloco = group.model, group.diloco
+        noise = torch.Generator().manual_seed(group.id)
+        for _ in range(48 - group.id):
+            model.a.requires_grad_(not 5 <= diloco.outer_step < 7)
+            group.inner.param_groups[0]["lr"] = 0.0 if 7 <= diloco.outer_step < 9 else 0.01
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=noise) if p.requires_grad else None
+            diloco.count_samples(8 + 5 * group.id)
+            group.inner.step()
+        group.end()
+        return diloco.global_digest()
 
     faults = [Fault("late", groups - 1, 3), Fault("restart", 0, 6)]
-    assert len(set(simulate(replica, num_replicas=groups, faults=faults))) == 1
+    settings = {"model": partial(Constant, 0.5, a=(40, 9), b=(33,)), "inner": adamw} | job
+    assert len(set(run(groups, replica, *faults, wire_format=wire_format, **settings))) == 1
     assert not [text for text in caplog.messages if "not sound" in text or "leaves out" in text]
 
 
@@ -252,24 +277,21 @@ def test_a_bit_that_flips_in_what_is_sent_moves_nobody_further_than_a_step(
 
     monkeypatch.setattr(SharedBuffer, "send", flipping)
 
-    def replica(sim):
-        model = Constant(0.0, weight=(30,), other=(3,))
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        settings = {"wire_format": wire_format, "max_sync_retries": 20}
-        steps = []
-        with DiLoCo(sim.manager, model, inner, plain_sgd(), 1, **settings) as diloco:
-            before = torch.zeros(33)
-            for _ in range(flips):
-                if sim.replica_id == groups - 1:
-                    # The table is sent first, then the messages: one of them is hit.
-                    threading.current_thread().name = "flips"
-                take_step(inner, MOVES[sim.replica_id])
-                theta = torch.cat([t.view(-1) for t in diloco.global_parameters().values()])
-                steps.append(float((theta - before).norm()))
-                before = theta.clone()
-            return steps, diloco.global_digest()
+    def replica(group):
+        steps, before = [], torch.zeros(33)
+        for _ in range(flips):
+            if group.id == groups - 1:
+                # The table is sent first, then the messages: one of them is hit.
+                threading.current_thread().name = "flips"
+            group.step(MOVES[group.id])
+            theta = torch.cat([t.view(-1) for t in group.diloco.global_parameters().values()])
+            steps.append(float((theta - before).norm()))
+            before = theta.clone()
+        return steps, group.diloco.global_digest()
 
-    runs = simulate(replica, num_replicas=groups)
+    settings = {"model": partial(Constant, 0.0, weight=(30,), other=(3,)), "sync_every": 1}
+    settings |= {"outer": plain_sgd(), "wire_format": wire_format, "max_sync_retries": 20}
+    runs = run(groups, replica, **settings)
     assert len(flipped) > flips - 5 and len({digest for _, digest in runs}) == 1
     longest = 2.5 * max(map(abs, MOVES)) * math.sqrt(33)
     assert max(max(steps) for steps, _ in runs) < longest

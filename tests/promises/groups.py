@@ -1,0 +1,173 @@
+"""Replica groups of a simulation, for the tests of what the algorithm promises."""
+
+import io
+
+import torch
+from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
+from torch import nn
+
+from composer_replication import DiLoCo, simulate
+
+STREAMING = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+"""For the settings of a test: the outer step comes one inner step after the sync began."""
+
+MOVES = (-1.0, -2.0, -6.0)
+"""What an inner step of each of three groups adds."""
+
+ALL, TWO = 2 * 3.0, 2 * 1.5
+"""What a round of two such steps moves: the mean of three groups, and of the first two."""
+
+
+def adamw(parameters):
+    """An inner optimizer that learns."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def sgd(parameters, lr=1.0):
+    """An inner optimizer whose steps can be computed by hand."""
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+class Group:
+    """A replica group: a context in which it has joined the others.
+
+    Args:
+        sim: What ``simulate`` passes to it.
+        model: What it trains, or what makes it. None: a scalar of value 10.
+        outer: As of ``DiLoCo``.
+        inner: Builds its inner optimizer.
+        saved: What ``save`` returned, of a group that this one continues.
+        min_size: As ``min_replica_size`` of its manager.
+        settings: Any of ``DiLoCo``.
+
+    Attributes:
+        reports: Of its syncs so far.
+    """
+
+    def __init__(
+        self, sim, model=None, outer=None, *, inner=sgd, saved=None, min_size=1, **settings
+    ):
+        self.id, self.is_last = sim.replica_id, sim.replica_id == sim.num_replicas - 1
+        sim.manager._min_replica_size = min_size
+        self.model = model if isinstance(model, nn.Module) else (model or Constant)()
+        self.inner = inner(self.model.parameters())
+        self.diloco = DiLoCo(sim.manager, self.model, self.inner, outer, **settings)
+        self.reports = []
+        if saved is not None:
+            state, model_state, inner_state = torch.load(io.BytesIO(saved), weights_only=True)
+            self.model.load_state_dict(model_state)
+            self.inner.load_state_dict(inner_state)
+            self.diloco.load_state_dict(state)
+
+    def __enter__(self):
+        self.diloco.__enter__()
+        return self
+
+    def __exit__(self, *raised):
+        return self.diloco.__exit__(*raised)
+
+    def step(self, *moves):
+        """Inner steps that add so much to every parameter."""
+        for move in moves:
+            take_step(self.inner, move)
+            self.reports += self.diloco.pop_finished_syncs()
+
+    def learn(self, first, last):
+        """Inner steps on samples of its own."""
+        for number in range(first, last):
+            self.inner.zero_grad()
+            mse(self.model, *batch(self.id, number)).backward()
+            self.inner.step()
+            self.reports += self.diloco.pop_finished_syncs()
+
+    def end(self):
+        """The final sync."""
+        self.diloco.final_sync()
+        self.reports += self.diloco.pop_finished_syncs()
+
+    def save(self):
+        """A checkpoint, through a file, as tensors and plain containers."""
+        file = io.BytesIO()
+        states = [each.state_dict() for each in (self.diloco, self.model, self.inner)]
+        torch.save(states, file)
+        return file.getvalue()
+
+    @property
+    def theta(self):
+        """The first number of each global parameter."""
+        return [t.reshape(-1)[0].item() for t in self.diloco.global_parameters().values()]
+
+    @property
+    def local(self):
+        """The first number of each local parameter."""
+        return [t.detach().reshape(-1)[0].item() for t in self.model.parameters()]
+
+    @property
+    def digests(self):
+        """The digest after each outer step; with ``digest_every=1``."""
+        return {report.outer_step: report.global_digest for report in self.reports}
+
+    def of_reports(self, *names):
+        """These fields of all reports, as tuples; one field by itself."""
+        rows = [tuple(getattr(report, name) for name in names) for report in self.reports]
+        return [row[0] for row in rows] if len(names) == 1 else rows
+
+
+def run(k, replica, *faults, own=(), timeout_s=60.0, **settings):
+    """What a function of a joined ``Group`` returns, for each of k groups.
+
+    Args:
+        k: How many groups.
+        replica: The function.
+        faults: Scripted ones.
+        own: Settings of each group that the others do not have.
+        timeout_s: As of ``simulate``.
+        settings: Of all groups; see ``Group``.
+    """
+
+    def joined(sim):
+        with Group(sim, **settings | (own[sim.replica_id] if own else {})) as group:
+            return replica(group)
+
+    return simulate(joined, num_replicas=k, faults=faults, timeout_s=timeout_s)
+
+
+def learn(k, steps, *faults, **settings):
+    """The digests of k groups that train a small network on samples of their own."""
+
+    def replica(group):
+        group.learn(0, steps)
+        return group.digests
+
+    settings = {"model": TinyMLP, "inner": adamw, "digest_every": 1} | settings
+    return run(k, replica, *faults, **settings)
+
+
+def trace(group, *moves, ends=False):
+    """The local and the global scalar after each inner step, and after the final sync if asked."""
+    seen = []
+    for move in moves:
+        group.step(move)
+        seen.append((round(group.local[0], 5), round(group.theta[0], 5)))
+    if ends:
+        group.end()
+        seen.append((round(group.local[0], 5), round(group.theta[0], 5)))
+    return seen
+
+
+def traces(k, moves, steps, *faults, ends=False, **settings):
+    """The traces of k groups with a plain outer step of learning rate 1, by a move of each."""
+    settings = {"outer": plain_sgd()} | settings
+    return run(k, lambda g: trace(g, *[moves[g.id]] * steps, ends=ends), *faults, **settings)
+
+
+def attempt(function):
+    """The same function, which gives the error that ends it as a text."""
+
+    def guarded(*arguments, **named):
+        try:
+            return function(*arguments, **named)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return guarded

@@ -1,0 +1,154 @@
+"""P5: buckets, chunks and sizes never change a result, and mixed dtypes are right."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from common import Constant, mean_of, plain_sgd
+from promises.groups import learn, run
+from torch import nn
+
+from composer_replication.diloco import shards
+from composer_replication.diloco.averaging.weighted_mean import CHUNK
+from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.outer_step import is_plain_sgd
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("bucket", [1, 10, 2**18])
+def test_the_size_of_a_bucket_never_changes_a_bit(bucket, monkeypatch):
+    whole = learn(3, 10, sync_every=5)
+    monkeypatch.setattr(shards, "BUCKET", bucket)
+    assert learn(3, 10, sync_every=5) == whole
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 0)])
+def test_odd_shapes_take_part(shape):
+    # torchft: a parameter without dimensions is a TypeError in the constructor.
+    def replica(group):
+        group.step(-1.0)
+        return group.model.odd.shape, group.model.odd.unique().tolist()
+
+    model = partial(Constant, 10.0, odd=shape, weight=(2,))
+    found = run(1, replica, model=model, outer=plain_sgd(), sync_every=1)
+    assert found == [(torch.Size(shape), [] if 0 in shape else [9.0])]
+
+
+def test_outer_state_is_fp32_for_a_bf16_model():
+    # torchft: backup, pseudo-gradient, sum and momentum are all bf16.
+    def replica(group):
+        group.step(-0.001)
+        state = group.diloco.state_dict()["fragments"][0]
+        momentum = state["optimizer"]["state"][0]["momentum_buffer"]
+        return state["theta"]["weight"].dtype, momentum.dtype, group.model.weight.dtype
+
+    model = partial(Constant, 0.02, dtype=torch.bfloat16)
+    found = run(1, replica, model=model, sync_every=1)
+    assert found == [(torch.float32, torch.float32, torch.bfloat16)]
+
+
+def test_a_bf16_model_loses_no_small_update():
+    # 100 outer steps of 1e-5 at 0.02: bf16 state rounds most of each away, fp32 keeps all.
+    model = Constant(0.02, dtype=torch.bfloat16)
+    held = GlobalParameters(dict(model.named_parameters()), plain_sgd(), CPU)
+    start = held.theta["weight"].item()
+    for _ in range(100):
+        held.take_outer_step(mean_of(held.share, [[torch.full((1,), 1e-5)]]))
+    assert start - held.theta["weight"].item() == pytest.approx(1e-3, rel=1e-4)
+
+
+# ---- the outer step by chunks is torch's -------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        for index, shape in enumerate([(3,), (CHUNK + 1,), (7, 5), (), (2, CHUNK)]):
+            values = torch.randn(shape, generator=draw).to(dtype)
+            self.register_parameter(f"p{index}", nn.Parameter(values))
+        self.conv = nn.Conv2d(3, 8, 3, dtype=dtype).to(memory_format=torch.channels_last)
+
+
+SGD = {
+    "diloco": {"lr": 0.7, "momentum": 0.9, "nesterov": True},
+    "heavy ball": {"lr": 0.3, "momentum": 0.9},
+    "plain": {"lr": 1.0},
+}
+OUTER = {
+    **{name: partial(torch.optim.SGD, **settings) for name, settings in SGD.items()},
+    "adam": partial(torch.optim.Adam, lr=1e-3),
+    "decay": partial(torch.optim.SGD, lr=0.7, weight_decay=0.1),
+    "dampening": partial(torch.optim.SGD, lr=0.7, momentum=0.9, dampening=0.1),
+}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OUTER)
+@pytest.mark.slow
+def test_every_bit_of_an_outer_step_is_that_of_torch(name, dtype, alpha):
+    model, built = Model(dtype), OUTER[name]
+    assert not model.conv.weight.is_contiguous()
+    plain = copy.deepcopy(model)
+    globals_ = GlobalParameters(dict(model.named_parameters()), built, CPU)
+    assert is_plain_sgd(globals_.optimizer) == (name in SGD)
+    theta = [t.detach().clone().requires_grad_() for t in globals_.theta.values()]
+    reference = built(theta)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        deltas = [[torch.randn(t.shape, generator=draw) for t in theta] for _ in range(2)]
+        globals_.take_outer_step(mean_of(globals_.share, deltas, [1.0, 2.0]), alpha)
+        for t, one, other in zip(theta, *deltas, strict=True):
+            t.grad = (one + 2 * other) / 3
+        reference.step()
+        with torch.no_grad():
+            for local, t in zip(plain.parameters(), theta, strict=True):
+                local.copy_(t if alpha == 0.0 else t.lerp(local.float(), alpha))
+        for mine, t in zip(globals_.theta.values(), theta, strict=True):
+            assert torch.equal(mine, t)
+        for mine, local in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine, local) and mine.stride() == local.stride()
+    state, expected = globals_.optimizer.state_dict(), reference.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    momenta = [each.get("momentum_buffer") for each in expected["state"].values()]
+    for own, kept in zip(state["state"].values(), momenta, strict=True):
+        assert kept is None or torch.equal(own["momentum_buffer"], kept)
+    norms = [kept.norm() for kept in momenta if kept is not None]
+    expected_norm = float(torch.stack(norms).norm()) if norms else 0.0
+    assert globals_.step_norms().momentum == pytest.approx(expected_norm, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("local", "alpha", "back"),
+    [
+        (4.0, 0.25, 0.25 * 4.0 + 0.75 * 8.0),  # as the streaming paper says
+        (float("nan"), 0.0, 8.0),  # torchft's lerp_ keeps it: 0 * nan is nan
+    ],
+)
+def test_write_back_mixes_and_cures_a_nan(local, alpha, back):
+    model = Constant(local)
+    held = GlobalParameters(dict(model.named_parameters()), plain_sgd(), CPU)
+    held.theta["weight"].data.fill_(8.0)
+    held.write_back(alpha)
+    assert model.weight.item() == back
+
+
+@pytest.mark.parametrize(("outer", "message"), [
+    (lambda p: None, "outer_optimizer returned NoneType"),
+    (lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "over other parameters"),
+])  # fmt: skip
+def test_an_outer_optimizer_over_anything_else_is_refused(outer, message):
+    with pytest.raises(ValueError, match=message):
+        GlobalParameters(dict(Constant().named_parameters()), outer, CPU)
+
+
+def test_without_momentum_nesterov_is_plain_sgd():
+    theta = nn.Parameter(torch.tensor([10.0]))
+    optimizer = nesterov_sgd(lr=1.0, momentum=0.0, nesterov=True)([theta])
+    theta.grad = torch.tensor([2.0])
+    optimizer.step()
+    assert theta.item() == 8.0

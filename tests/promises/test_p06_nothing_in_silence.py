@@ -1,0 +1,114 @@
+"""P6: a sync that fails is logged with its cause, tried again, and raised in the end."""
+
+import warnings
+
+import pytest
+from common import Constant
+from promises.groups import Group, run, traces
+
+from composer_replication import simulate
+from composer_replication.diloco.algorithm import SyncError
+from composer_replication.simulation.simulation import Fault, SimulationError
+
+
+def test_retries_end_with_an_error_that_says_why(caplog):
+    faults = [Fault("fail_commit", replica_id=0, step=1)] * 3
+    with pytest.raises(SimulationError, match="replica 0 raised SyncError") as caught:
+        traces(1, (-1.0,), 2, *faults, sync_every=2, max_sync_retries=2)
+    assert isinstance(caught.value.__cause__, SyncError)
+    assert "did not commit in 3 attempts" in str(caught.value)
+    assert "scripted fault: fail_commit" in str(caught.value)
+    assert [r.message[-21:] for r in caplog.records if "did not commit" in r.message] == [
+        "trying again in 0.1 s", "trying again in 0.2 s", "trying again in 0.4 s",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("counted", ["samples", "tokens"])
+def test_weighting_by_what_nobody_counted_is_refused(counted):
+    with pytest.raises(SimulationError, match=rf"no {counted} were counted: call count_{counted}"):
+        traces(1, (-1.0,), 2, sync_every=2, weight_by=counted)
+
+
+def test_a_delay_with_alpha_0_throws_the_overlapped_steps_away_and_says_so():
+    settings = {"fragment_sync_delay": 2, "fragment_update_alpha": 0}
+    with pytest.warns(UserWarning, match="fragment_update_alpha=0 throws away the 2 inner steps"):
+        (seen,) = traces(1, (-1.0,), 8, sync_every=4, **settings)
+    assert seen[-1] == (6.0, 6.0)
+
+
+def test_alpha_that_is_not_named_is_one_half_with_a_delay_and_warns_of_nothing():
+    settings = {"sync_every": 4, "fragment_sync_delay": 2}
+    named = traces(1, (-1.0,), 8, fragment_update_alpha=0.5, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert traces(1, (-1.0,), 8, **settings) == named
+
+
+def test_a_vote_that_fails_in_the_last_sync_ends_with_a_warning(caplog):
+    def replica(group):
+        moves = [-1.0 - group.id] * 3
+        group.step(*moves)
+        group.diloco.expect_last_step()
+        group.step(moves[0])
+        group.end()
+        return group.diloco.global_digest()
+
+    fault = Fault("fail_commit", replica_id=2, step=2)
+    first, second, odd = run(3, replica, fault, sync_every=2)
+    assert first == second != odd
+    (warning,) = (r for r in caplog.records if "the run's last sync" in r.message)
+    assert warning.threadName == "replica_2"
+
+
+# ---- fewer groups than min_replica_size --------------------------------------------------------
+
+ALONE = "1 replica groups are connected, and min_replica_size=2"
+
+
+def noting(sent, **settings):
+    """A group that notes how many numbers it sends to how many groups."""
+
+    def replica(sim):
+        allreduce = sim.manager.allreduce
+
+        def noting_allreduce(tensor, *arguments, **named):
+            sent.add((sim.manager.num_participants(), tensor.numel()))
+            return allreduce(tensor, *arguments, **named)
+
+        sim.manager.allreduce = noting_allreduce
+        with Group(sim, Constant(w=(50_000,)), sync_every=2, min_size=2, **settings) as group:
+            group.step(*[-1.0] * 6)
+
+    return replica
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_who_is_left_alone_sends_no_parameters_and_gives_up_when_it_is_told_to(delay):
+    sent = set()
+    replica = noting(sent, give_up_after_s=0.1, fragment_sync_delay=delay)
+    with pytest.raises(Exception, match=ALONE):
+        simulate(replica, num_replicas=2, faults=[Fault("kill", replica_id=1, step=2)])
+    assert (2, 50_000) in sent and (1, 50_000) not in sent
+
+
+def test_a_start_with_fewer_sends_no_parameters():
+    sent = set()
+    awaited = {"num_replicas": 2, "start_timeout_s": 0.1, "on_start_timeout": "start"}
+    with pytest.raises(Exception, match="1 of 2 replica groups are connected, and min_replica_siz"):
+        simulate(noting(sent, **awaited), num_replicas=1)
+    assert sent and (1, 50_000) not in sent
+
+
+def test_survivors_below_it_wait_and_go_on_when_it_is_met_again():
+    restart = Fault("restart", replica_id=1, step=2)
+    first, back = traces(2, (-1.0, -2.0), 6, restart, ends=True, sync_every=2, min_size=2)
+    # The retry finds the other back, without steps: the first group's own count.
+    assert [first[i] for i in (1, 3, 5)] == [(7.0, 7.0), (5.0, 5.0), (2.0, 2.0)]
+    assert back[1] == (2.0, 2.0)
+    # It stays, with nothing, until the other has ended.
+    assert first[-1] == back[-1] == (-6.0, -6.0)
+
+
+def test_a_resume_may_have_another_min_replica_size():
+    (settings,) = run(1, lambda group: group.diloco.state_dict()["settings"])
+    assert "min_replica_size" not in settings
