@@ -40,7 +40,8 @@ class InterruptibleWork:
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
 
-        Returns: False if the collective is broken, else what torchft's ``wait`` returns.
+        Returns:
+            False if the collective is broken, else what torchft's ``wait`` returns.
         """
         sent = getattr(self._work, "_work", None)  # None after an error: torchft has sent nothing
         began = time.monotonic()
