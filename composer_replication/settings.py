@@ -411,7 +411,10 @@ TENSORS = "tensors"
 
 
 class SettingsMismatch(ValueError):
-    """Two replica groups of one run were started with different settings or models."""
+    """Two replica groups of one run have different settings or models.
+
+    The message names each key that differs, with both values.
+    """
 
 
 def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

@@ -351,7 +351,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._follow_schedule()
         self._local_step = state_dict["local_step"]
         # Under other settings than the checkpoint's, the schedule may not be between a sync's
-        # quorum and its vote: the pseudo-gradient is then computed anew.
+        # quorum and its vote: the pseudo-gradient is then computed again.
         before_prepare = self._sync_every - self._fragment_sync_delay - 1
         is_due = before_prepare < self._local_step < self._sync_every
         if not load_in_flight(state_dict["in_flight"] if is_due else None, self._outer):

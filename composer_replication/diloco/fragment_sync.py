@@ -131,7 +131,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
             raise
 
     def abandon(self) -> None:
-        """Forget the sync in flight: its mean is not awaited, and its memory is not used again."""
+        """Forget the sync in flight. Its mean and its memory are not used again."""
         self._allreduce_work = []
         self.mean.abandon()
         self.unsynced.packed = Packed()

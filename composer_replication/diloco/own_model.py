@@ -90,7 +90,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
 
 
 LARGEST_DESCRIPTION = 1 << 17
-"""Most bytes of the names and shapes of a model's tensors, as JSON, that a group tells its peers.
+"""Most bytes of the names and shapes of a model's tensors, as JSON, that a group sends its peers.
 The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
 
 

@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class DivergenceError(RuntimeError):
-    """Replica groups hold different global parameters, which no sync can correct."""
+    """Replica groups hold different global parameters, which no sync can correct.
+
+    A group raises it in a sync if its outer step or a digest differs from those of most groups, or
+    if there is no majority. Stop the group, and start it again without its checkpoint.
+    """
 
 
 class Syncing(Protocol):

@@ -28,11 +28,18 @@ costs the groups in training an attempt of their sync, so the number is small.""
 
 
 class SyncError(RuntimeError):
-    """A sync did not commit, and its retries are used up."""
+    """A sync did not commit, and its retries are used up.
+
+    It is also raised if there was no quorum, or one with too few groups, for longer than
+    ``give_up_after_s``. The local parameters are kept.
+    """
 
 
 class NothingToContinueFromError(ValueError):
-    """All groups of a run are connected, it has made outer steps, and no group has its state."""
+    """All groups of a run are connected, it has made outer steps, and no group has its state.
+
+    The message says which checkpoint to load, or how to begin another run.
+    """
 
 
 class StartPostponed(Exception):

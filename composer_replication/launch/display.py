@@ -29,7 +29,7 @@ LINE_EVERY_S = 30.0
 """Least time between two lines about the run, in seconds. In between there is an outer step."""
 
 OTHER_LINES = 5
-"""Lines of a terminal that the rows leave free: the heading, what stands below, the cursor's."""
+"""Lines of a terminal that the rows leave free: the heading, what is below them, the cursor's."""
 
 STYLES = {"good": "", "waiting": "yellow", "bad": "bold red"}
 

@@ -29,7 +29,7 @@ class SimulatedReplica:
     Attributes:
         replica_id: Number of the replica, from 0.
         num_replicas: Number of replicas in the simulation.
-        manager: Replaces ``torchft.manager.Manager``.
+        manager: Replaces ``torchft.manager.Manager``: pass it to ``DiLoCo``.
     """
 
     replica_id: int
