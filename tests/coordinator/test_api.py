@@ -4,6 +4,7 @@ Real: FastAPI and SQLite in ``tmp_path``; requests go straight into the applicat
 """
 
 import dataclasses
+import logging
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -436,7 +437,8 @@ def events_of(client):
     return [event["text"] for event in client.get("/v1/status").json()["events"]]
 
 
-def test_who_changes_a_run_or_tries_to_is_written_down(client):
+def test_who_changes_a_run_or_tries_to_is_written_down(client, caplog):
+    caplog.set_level(logging.INFO, "composer_replication.coordinator")  # launch raises it
     register(client)
     register(client, "0", "two")
     client.post("/v1/rewind", json={"outer_step": 0, "ledger": []})
@@ -449,6 +451,8 @@ def test_who_changes_a_run_or_tries_to_is_written_down(client):
         "rewind to outer step 0, from testclient",
         "requests with a wrong token: 1, the last one from testclient",
     ]
+    logged = [each.message for each in caplog.records if each.name.endswith("events")]
+    assert [text.lower() for text in logged] == [text.lower() for text in told]
 
 
 def test_the_page_needs_no_internet(client):

@@ -42,14 +42,7 @@ def test_another_connection_sees_it_when_the_block_has_ended(database, path):
         assert numbers(other) == [1]
 
 
-def test_a_transaction_that_fails_leaves_nothing_behind(database):
-    with pytest.raises(KeyError), database.transaction() as cursor:
-        cursor.execute("INSERT INTO rows VALUES (1, '')")
-        raise KeyError
-    assert numbers(database) == []
-
-
-def test_an_inner_transaction_is_a_part_of_the_outer_one(database):
+def test_a_transaction_that_fails_leaves_nothing_behind_nor_one_inside_it(database):
     with pytest.raises(KeyError), database.transaction():
         insert(database, 1)
         raise KeyError

@@ -1,12 +1,10 @@
 """A run's events, and what heartbeats have said over time. Run: pytest
 tests/coordinator/test_events.py"""
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from composer_replication.coordinator.database import RejectedError
 from composer_replication.coordinator.events import Events, History
 from composer_replication.coordinator.page import MAX_POINTS
 
@@ -32,18 +30,6 @@ def test_the_newest_events_are_shown_and_more_are_kept(events, database, monkeyp
     assert texts(events) == [f"event {number}" for number in range(20, 70)]
     with database.transaction() as cursor:
         assert cursor.execute("SELECT count(*) FROM events").fetchone() == (60,)
-
-
-def test_what_a_request_has_done_or_why_not_is_an_event_with_its_address(events, caplog):
-    caplog.set_level(logging.INFO, "composer_replication.coordinator")  # launch raises it
-    with events.action("rewind to outer step 3", "10.0.0.1"):
-        pass
-    with pytest.raises(RejectedError), events.action("registration of 0", "10.0.0.2"):
-        raise RejectedError("it is alive")
-    expected = ["rewind to outer step 3, from 10.0.0.1"]
-    expected += ["registration of 0, from 10.0.0.2, is refused: it is alive"]
-    assert texts(events) == expected
-    assert [record.message.lower() for record in caplog.records] == [e.lower() for e in expected]
 
 
 def test_a_request_that_was_served_is_answered_on_a_full_disk_too(events, database, caplog):

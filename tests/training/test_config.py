@@ -1,4 +1,7 @@
-"""A config is checked before anything is started: each mistake is a sentence with the fix."""
+"""A config is checked before anything is started: each mistake is a sentence with the fix.
+
+Those that people make are in tests/test_mistakes.py.
+"""
 
 import stat
 
@@ -85,21 +88,15 @@ def test_one_value_of_a_saved_config_is_read_without_the_others(written, tmp_pat
 
 
 @pytest.mark.parametrize(("override", "message"), [
-    ("max_duratoin=5ba", "has no 'max_duratoin': did you mean 'max_duration'?"),
     ("callbacks.dilco.sync_every=4", "callbacks has no 'dilco': did you mean 'diloco'?"),
     ("callbacks.diloco.sync_steps=4", "callbacks.diloco has no 'sync_steps'"),
-    ("callbacks.diloco.sync_evry=4", "did you mean 'sync_every'?"),
-    ("callbacks.diloco.num_fragments=3", "sync_every=2 is not divisible by num_fragments=3"),
     ("callbacks.diloco.timeout=0", "timeout=0: use a number of seconds above 0"),
     ("callbacks.diloco.digest_every=-1", "digest_every=-1: use an integer of at least 0"),
-    ("optimizer.name=adam", "optimizer.name has no 'adam': did you mean 'adamw'?"),
     ("model=null", "the config lacks model"),
     ("model.name=null", "model.name has no None"),
     ("model.name=[1]", "model.name has no [1]"),
-    ("train_loader.path=nowhere/at/all", "train_loader.path: "),
     ("callbacks=null", "the config lacks callbacks.diloco"),
     ("max_duration=soon", "max_duration='soon': write 400ba (batches) or 400ep (epochs)"),
-    ("max_duration=1800", "max_duration=1800: write 1800ba (batches) or 1800ep (epochs)"),
     ("loggers=3", "loggers=3 is not a section"),
     ("seed", "override 'seed': write key=value"),
     ("seed=${nothing}", "cannot be read"),
@@ -116,8 +113,3 @@ def test_a_mistake_is_named_with_its_fix(written, override, message):
 def test_a_file_that_is_no_config_is_refused(written, text, message):
     with pytest.raises(ConfigError, match=message):
         load_config(written(text))
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="there is no config at"):
-        load_config(tmp_path / "none.yaml")

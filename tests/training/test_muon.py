@@ -99,19 +99,6 @@ def test_steps_are_those_of_the_reference(nesterov):
         torch.testing.assert_close(p.detach(), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has its own from 2.9 on")
-@pytest.mark.parametrize("shape", [(24, 72), (72, 24)])
-def test_steps_are_those_of_torch_but_for_its_bfloat16(shape):
-    begin = torch.randn(shape, generator=torch.Generator().manual_seed(6))
-    ours, theirs = nn.Parameter(begin.clone()), nn.Parameter(begin.clone())
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
-    muon = Muon([{"params": ours, "use_muon": True}], **settings)
-    torchs = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **settings)
-    take_steps([muon], [ours], 0, 5)
-    take_steps([torchs], [theirs], 0, 5)
-    assert (ours - theirs).norm() < 0.01 * (ours - begin).norm()
-
-
 def test_the_rest_is_trained_by_adamw_to_the_bit():
     ours, theirs = TinyMLP(seed=1), TinyMLP(seed=1)
     settings = {"lr": 0.03, "weight_decay": 0.2, "betas": (0.8, 0.9), "eps": 1e-6}

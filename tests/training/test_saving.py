@@ -72,14 +72,6 @@ def test_an_interval_without_any_folder_is_an_error_before_composer_is_imported(
     assert run_dir_of({"run_dir": "/other"}, {}) == "/other"
 
 
-def test_a_resume_without_checkpoints_is_an_error_of_the_config(config):
-    message = "autoresume=True without save_folder: .* Set save_folder=checkpoints"
-    with pytest.raises(ConfigError, match=message):
-        load_config(config, ["autoresume=true"])
-    assert load_config(config, ["autoresume=true", "save_interval=2ba"])["autoresume"]
-    assert load_config(config, ["autoresume=true", "save_folder=saved"])["autoresume"]
-
-
 @pytest.mark.parametrize("override", ["save_interval=5xx", "precision=fp31"])
 def test_what_composer_rejects_is_an_error_of_the_config(config, tmp_path, override):
     with pytest.raises(ConfigError, match=r"(?s)Composer rejects the config: .*(5xx|fp31)"):

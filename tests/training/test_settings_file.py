@@ -112,9 +112,7 @@ def test_a_file_without_usable_settings_is_an_error_that_says_why(written, text,
     ("given", "message"),
     [
         ("sync_every", "write key=value"),
-        ("sync_evry=5", "--set has no 'sync_evry': did you mean 'sync_every'"),
         ("callbacks.diloco.sync_every=5", "write --set sync_every=5"),
-        ("timeout=5", "is no setting of the run; give it to DiLoCoCallback"),
         ("sync_every=0", "sync_every=0: use an integer of at least 1"),
     ],
 )
@@ -128,11 +126,8 @@ def test_a_setting_in_the_place_of_the_file_is_an_error_with_the_fix():
         load_settings(Path("sync_every=5"))
 
 
-def test_a_setting_that_is_gone_is_named_with_what_replaces_it(written, monkeypatch):
+@pytest.mark.parametrize("text", ["gone: 1", "callbacks: {diloco: {sync_every: 5, gone: 1}}"])
+def test_a_setting_that_is_gone_is_named_with_what_replaces_it(written, monkeypatch, text):
     monkeypatch.setitem(REMOVED, "gone", "use sync_every")
-    message = "has no 'gone' any more: use sync_every"
-    for text in ("gone: 1", "callbacks: {diloco: {sync_every: 5, gone: 1}}"):
-        with pytest.raises(ConfigError, match=message):
-            load_settings(written(text))
-    with pytest.raises(ConfigError, match=f"--set {message}"):
-        load_settings(None, ["gone=1"])
+    with pytest.raises(ConfigError, match="has no 'gone' any more: use sync_every"):
+        load_settings(written(text))
