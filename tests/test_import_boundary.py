@@ -120,7 +120,7 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_omegaconf_is_known_to_those_that_read_yaml_alone():
     users = [p.name for p in PACKAGE.rglob("*.py") if any("omegaconf" in n for n in imports_of(p))]
-    assert sorted(users) == ["config.py", "settings_file.py"]
+    assert sorted(users) == ["config.py"]
 
 
 def test_hydra_is_known_in_one_place():

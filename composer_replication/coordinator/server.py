@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,18 +16,18 @@ from composer_replication import __version__
 from composer_replication.arguments import takes
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import RunData, RunFacts, create_app
-from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.run_settings import store_settings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.diloco.fence import fence
 from composer_replication.replica.addresses import bracketed, is_loopback
 from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.json_files import open_lock, replace_json
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
+from composer_replication.settings import DiLoCoSettings, differing
 
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
@@ -36,6 +37,13 @@ STATE = "coordinator.sqlite"
 
 LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
+
+
+_SETTINGS_SCHEMA = """
+CREATE TABLE IF NOT EXISTS settings (
+    only INTEGER PRIMARY KEY CHECK (only = 1), settings TEXT NOT NULL, source TEXT NOT NULL
+)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,3 +183,55 @@ def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
         if is_loopback(bind.rpartition(":")[0])
         else None
     )
+
+
+def store_settings(
+    database: Database,
+    events: Events,
+    settings: DiLoCoSettings,
+    source: str,
+    all_start: bool = False,
+) -> None:
+    """Keep the settings that all replica groups of a run have, from its start to its end.
+
+    Args:
+        database: Keeps them.
+        events: Receives what has changed since this state folder was last served.
+        settings: The settings of the config.
+        source: Where they come from, for people.
+        all_start: Whether all replica groups start with this service, so that settings may have
+            changed since it was last served. Otherwise groups may be training with those of before.
+
+    Raises:
+        RejectedError: Settings have changed, and groups may be training.
+    """
+    database.execute_schema(_SETTINGS_SCHEMA)
+    now = _as_stored(settings)
+    with database.transaction() as cursor:
+        row = cursor.execute("SELECT settings FROM settings").fetchone()
+        before = now if row is None else _of_this_version(json.loads(row[0]))
+        changes = ", ".join(
+            f"{name} {before[name]!r} before, {now[name]!r} now" for name in differing(before, now)
+        )
+        if changes and not all_start:
+            raise RejectedError(
+                f"the state folder belongs to a run with other settings ({changes}), and groups in "
+                "training keep those with which they started. Use the settings of before; or stop "
+                "all groups, and start this coordinator with --new-settings before they resume; "
+                "or use another state folder for another run"
+            )
+        new = json.dumps(now), source
+        cursor.execute("INSERT OR REPLACE INTO settings VALUES (1, ?, ?)", new)
+        if changes:
+            events.add(f"new settings from {source}: {changes}")
+
+
+def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:
+    """The settings as they are read from the database: a tuple is a list there."""
+    return json.loads(json.dumps(asdict(settings)))
+
+
+def _of_this_version(stored: dict[str, Any]) -> dict[str, Any]:
+    """Settings that another version has stored: without those that are gone, with new defaults."""
+    known = _as_stored(DiLoCoSettings())
+    return known | {name: value for name, value in stored.items() if name in known}

@@ -19,8 +19,13 @@ from composer_replication.launch.processes import POLL_S, Interrupts
 from composer_replication.options import TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback
 from composer_replication.replica.json_files import read_json
-from composer_replication.training.config import ConfigError, diloco_section, read_diloco
-from composer_replication.training.settings_file import in_words, load_settings
+from composer_replication.training.config import (
+    ConfigError,
+    diloco_section,
+    in_words,
+    load_settings,
+    read_diloco,
+)
 
 log = logging.getLogger(__name__)
 

@@ -18,13 +18,14 @@ from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions, command_after_dashes
 from composer_replication.options import HOSTNAME
 from composer_replication.training.config import (
+    SECTION,
     ConfigError,
     diloco_section,
     load_config,
+    load_settings,
     read_value,
 )
 from composer_replication.training.preflight import check_device
-from composer_replication.training.settings_file import SECTION, load_settings
 
 TRAIN = [sys.executable, "-m", "composer_replication", "train", f"{{run_dir}}/{CONFIG}"]
 """The command that trains a group from the config in the run's folder."""

@@ -23,7 +23,7 @@ from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.run_settings import store_settings
+from composer_replication.coordinator.server import store_settings
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import digests_of
 from composer_replication.settings import DiLoCoSettings

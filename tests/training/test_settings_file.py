@@ -9,10 +9,11 @@ from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import (
     ConfigError,
     diloco_section,
+    in_words,
     load_config,
+    load_settings,
     read_diloco,
 )
-from composer_replication.training.settings_file import in_words, load_settings
 
 ROOT = Path(__file__).parents[2]
 LLM_FOUNDRY = ROOT / "tests" / "llmfoundry" / "mpt_tiny.yaml"
