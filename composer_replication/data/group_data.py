@@ -12,12 +12,11 @@ from typing import Any
 from composer_replication.coordinator.client import CoordinatorAwayError
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport
-from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.data.sample_stream import StreamPosition
+from composer_replication.data.sample_stream import FixedShards, StreamPosition, shard_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import ask_on_rank_0, rank
 
 log = logging.getLogger(__name__)
@@ -110,7 +109,9 @@ class GroupData:
         Raises:
             ValueError: The group's name does not say which shard it reads.
         """
-        shard = FixedShards.of_group(self._options, self._loader.spec)
+        groups = self._options.num_replicas or 1
+        number = shard_of(replica_id_of(self._options), groups)
+        shard = FixedShards(self._loader.spec, number, groups)
         self._loader.read(shard.lease, self._start, lambda: False)
 
     def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.membership import ask_for_run
-from composer_replication.data.fixed_shards import shard_of
 from composer_replication.data.loader import ReplicaDataLoader
+from composer_replication.data.sample_stream import shard_of
 from composer_replication.group.run_folder import ReplicaFolder
 from composer_replication.options import ReplicaOptions
 from composer_replication.simulation.simulation import SimulatedReplica, SimulationError, simulate

@@ -10,10 +10,7 @@ from composer_jobs import Each, TinyModel, building
 from torch.utils.data import TensorDataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
-from composer_replication.coordinator.wire_types import DatasetSpec
-from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.group import run_folder
-from composer_replication.options import ReplicaOptions
 from composer_replication.replica.json_files import read_json
 
 LENGTH = 44
@@ -83,14 +80,6 @@ def test_a_resume_reads_on_and_ends_on_the_same_bits(tmp_path, stop):
     for (seen, digest), (rest_seen, its) in zip(whole, rest, strict=True):
         assert rest_seen == seen[stop:]
         assert its == digest
-
-
-@pytest.mark.parametrize("replica_id", ["paris", "2"])
-def test_a_name_that_says_no_shard_is_refused(replica_id):
-    dataset = DatasetSpec("d", length=9, seed=0, unit_size=1)
-    options = ReplicaOptions(replica_id=replica_id, num_replicas=2)
-    with pytest.raises(ValueError, match=f"replica_id='{replica_id}' does not say .* 0 to 1, or"):
-        FixedShards.of_group(options, dataset)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -12,9 +12,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 from composer_replication import ReplicaDataLoader
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
-from composer_replication.data.fixed_shards import FixedShards
 from composer_replication.data.loader import MapStyle
-from composer_replication.data.sample_stream import StreamPosition, StreamReader
+from composer_replication.data.sample_stream import (
+    FixedShards,
+    StreamPosition,
+    StreamReader,
+    shard_of,
+)
 
 START = StreamPosition()
 
@@ -292,3 +296,10 @@ def test_fewer_units_than_groups_are_refused():
     spec = DatasetSpec("numbers", 30, seed=3, unit_size=10)
     with pytest.raises(ValueError, match="3 units for num_replicas=4 .* unit_size of at most 7"):
         FixedShards(spec, 0, 4)
+
+
+@pytest.mark.parametrize("replica_id", ["paris", "2"])
+def test_a_name_that_says_no_shard_is_refused(replica_id):
+    with pytest.raises(ValueError, match=f"replica_id='{replica_id}' does not say .* 0 to 1, or"):
+        shard_of(replica_id, 2)
+    assert shard_of("1", 2) == 1

@@ -17,8 +17,7 @@ from composer_replication import DiLoCo, ReplicaDataLoader, simulate
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units.work_units import WorkUnits
-from composer_replication.data.fixed_shards import FixedShards
-from composer_replication.data.sample_stream import StreamPosition
+from composer_replication.data.sample_stream import FixedShards, StreamPosition
 from composer_replication.diloco.equal_samples import MAX_NUMBERS, NUM_BATCHES, digest_of
 from composer_replication.simulation.simulation import Fault
 

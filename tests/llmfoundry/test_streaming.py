@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from composer_replication import ReplicaDataLoader
-from composer_replication.data.fixed_shards import FixedShards
-from composer_replication.data.sample_stream import StreamPosition
+from composer_replication.data.sample_stream import FixedShards, StreamPosition
 
 pytestmark = [
     pytest.mark.llmfoundry,

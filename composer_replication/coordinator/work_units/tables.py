@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import sqlite3
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
@@ -251,32 +250,3 @@ def get_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow:
     if (row := find_stream(cursor, stream)) is None:
         raise UnknownStream(stream)
     return row
-
-
-def add_stream(
-    cursor: sqlite3.Cursor, name: str, dataset: DatasetRow, replica_id: str, session: str
-) -> int:
-    """Return the key of the stream with a name, and add the stream if there is none.
-
-    Raises:
-        RejectedError: The stream of this name belongs to another group or dataset.
-    """
-    query = "SELECT key, dataset, replica_id FROM streams WHERE name = ?"
-    row = cursor.execute(query, (name,)).fetchone()
-    if row is None:
-        # Keys are random, and grow. Otherwise a stream that another state folder, or a newer copy
-        # of this one, has given to a group could be mistaken for a stream of this one.
-        (newest,) = cursor.execute("SELECT max(key) FROM streams").fetchone()
-        key = (newest or 0) + secrets.randbelow(2**30 if newest is None else 2**20) + 1
-        cursor.execute(
-            "INSERT INTO streams (key, name, dataset, replica_id, session) VALUES (?, ?, ?, ?, ?)",
-            (key, name, dataset.key, replica_id, session),
-        )
-        return key
-    if row[1:] != (dataset.key, replica_id):
-        raise RejectedError(
-            f"Stream {name!r} belongs to replica group {row[2]!r} or another dataset, not to "
-            f"{replica_id!r} and {dataset.dataset_id!r}: use another name for this stream."
-        )
-    cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, row[0]))
-    return row[0]

@@ -12,6 +12,7 @@ reports of the ledger may be repeated, get lost, or arrive in any order.
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ from composer_replication.coordinator.work_units.tables import (
     StreamClosed,
     StreamRow,
     UnknownStream,
-    add_stream,
     find_dataset,
     find_stream,
     get_stream,
@@ -156,7 +156,26 @@ class WorkUnits:
         """
         with self._database.transaction() as cursor:
             dataset = find_dataset(cursor, dataset_id)
-            return add_stream(cursor, name, dataset, replica_id, session)
+            query = "SELECT key, dataset, replica_id FROM streams WHERE name = ?"
+            row = cursor.execute(query, (name,)).fetchone()
+            if row is None:
+                # Keys are random, and grow. Otherwise a stream that another state folder, or a
+                # newer copy of this one, has given to a group could be mistaken for one of this.
+                (newest,) = cursor.execute("SELECT max(key) FROM streams").fetchone()
+                key = (newest or 0) + secrets.randbelow(2**30 if newest is None else 2**20) + 1
+                cursor.execute(
+                    "INSERT INTO streams (key, name, dataset, replica_id, session)"
+                    " VALUES (?, ?, ?, ?, ?)",
+                    (key, name, dataset.key, replica_id, session),
+                )
+                return key
+            if row[1:] != (dataset.key, replica_id):
+                raise RejectedError(
+                    f"Stream {name!r} belongs to replica group {row[2]!r} or another dataset, not "
+                    f"to {replica_id!r} and {dataset_id!r}: use another name for this stream."
+                )
+            cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, row[0]))
+            return row[0]
 
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
         """Return a lease of a stream by its number. A repeated call returns the same lease.
