@@ -1,7 +1,5 @@
 """An alarm reaches all members of a connection; a broken collective is not waited for."""
 
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -53,20 +51,12 @@ def test_a_member_that_comes_to_listen_later_hears_it_too(board):
     wait_until_raised(members(board, 1)[0])
 
 
-@pytest.mark.integration
-def test_the_end_of_the_first_member_is_an_alarm():
-    host = (
-        "from composer_replication.replica.peer_server import PeerServer; import sys; "
-        "print(PeerServer('127.0.0.1', ['secret']).address, flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    alarm = SyncAlarm(Notices(process.stdout.readline().strip(), TOKENS, 5.0), 1)
+def test_the_end_of_the_first_member_is_an_alarm(start_server):
+    first = start_server(*TOKENS)
+    alarm = SyncAlarm(Notices(first.address, TOKENS, 5.0), 1)
     stays_silent([alarm])
-    process.kill()
+    first.close()
     wait_until_raised(alarm)
-    process.communicate()
 
 
 def hung_work():

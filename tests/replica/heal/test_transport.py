@@ -259,20 +259,6 @@ def test_a_joiner_that_is_too_slow_for_the_others_rounds_leaves_the_rest_to_the_
 
 
 @pytest.mark.slow
-def test_a_joiner_waits_for_a_commit_as_long_as_its_bytes_are_worth(
-    transports, in_training, monkeypatch
-):
-    _, now = in_training
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 4.0)
-    ahead = fetch_ahead(transports())
-    ahead._began = time.monotonic() - 0.5  # what it has done since takes so long
-    now["step"], now["state"].version = 5, now["state"].version + 1
-    began = time.monotonic()
-    assert ahead.newest()["outer_step"] == 5
-    assert 1.9 < time.monotonic() - began < 4.0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_slow_joiner_leaves_with_the_figures_if_it_would_hold_up_the_others(
     transports, in_training, commits
