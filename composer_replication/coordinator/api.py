@@ -56,10 +56,10 @@ class RunFacts:
         source: Where the settings come from, for people.
         num_replicas: Number of groups that a cold start waits for.
         min_replicas: Fewest groups in a quorum that may commit.
-        digest_every: For the groups whose config does not name it.
+        digest_every: The value of groups whose config does not name it.
         model_section: The config's ``model``, if it has one. Groups compare digests of its values
             with their own before they build the model.
-        record: What the run's folder adds to the page's data. None: the service knows no such
+        record: Reads what the run's folder adds to the page's data. None: the service has no such
             folder.
     """
 
@@ -81,7 +81,7 @@ class RunData:
         facts: What is fixed about it.
         registry: Replica groups of the run.
         streams: Their sample streams.
-        events: What has happened.
+        events: The table of its events.
         lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         is_host_guessed: Whether the machine's name is a guess. A group then reaches the lighthouse
             under the host name with which it has reached this service.
@@ -146,7 +146,7 @@ def create_app(
     """Build the application.
 
     Args:
-        run: What there is to say about the run, and what requests change.
+        run: The run that requests read and change.
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
     """

@@ -236,7 +236,7 @@ class WorkUnits:
         """Record that leases were lost.
 
         Args:
-            outer_step: Up to which the record is complete. A gap keeps its own.
+            outer_step: The record is complete up to it. A gap that exists keeps its own.
             samples: How many samples the model has of lost leases. The largest number counts.
         """
         with self._database.transaction() as cursor:
@@ -253,8 +253,8 @@ class WorkUnits:
             stream: Key of the stream.
 
         Returns:
-            How many samples that are, and how many of them are in some part of the model. 0 if the
-            stream was closed before.
+            The number of these samples, and how many of them are in some part of the model. 0 if
+            the stream was closed before.
 
         Raises:
             UnknownStream: There is no such stream.
