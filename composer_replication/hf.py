@@ -72,7 +72,7 @@ class TrainerJob(Host):
         mask, ids = batch.get("attention_mask"), batch.get("input_ids")
         return int(mask.sum()) if mask is not None else 0 if ids is None else ids.numel()
 
-    # ---- where it is ------------------------------------------------------------------------
+    # ---- the position in training ------------------------------------------------------------
 
     @property
     def steps(self) -> int:
