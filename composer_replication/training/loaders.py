@@ -206,5 +206,5 @@ def build_text_loader(
     """
     text = TextBytes(path, max_seq_len=max_seq_len, split=split)
     is_leased = split == "train" and others.get("shards") == "leased"
-    name = text.name if is_leased else None  # it is read as a whole for its name
+    name = text.name if is_leased else None  # the name needs a pass over the whole text
     return build_dataset_loader(dataset=text, dataset_id=name, split=split, **others)

@@ -86,7 +86,8 @@ def simulate_replicas(config: dict[str, Any], num_replicas: int) -> list[dict[st
         return simulate(replica, num_replicas=num_replicas, timeout_s=None)
     except SimulationError as error:
         if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None  # no group's own: all were built from one config
+            # It is not one group's error: all were built from one config.
+            raise error.__cause__ from None
         raise
 
 
