@@ -91,7 +91,7 @@ class OuterLoop:
         ask_to_gather(manager, self._wants_to_gather)
 
     def _wants_to_gather(self) -> bool:
-        """Whether this group asks that messages are gathered: after a doubt, or for an exact average."""
+        """Whether this group asks to gather messages: after a doubt, or for an exact average."""
         replaces = any(fragment.unsynced.replaces_global for fragment in self.fragments)
         return self._has_doubts or (replaces and self._settings.keeps_residual)
 
