@@ -65,18 +65,6 @@ def test_groups_that_start_far_apart_are_equal_from_the_first_commit_on():
     ]  # fmt: skip
 
 
-def start_with_those_present(group: Group) -> list[tuple[Any, ...]]:
-    waits = {"start_timeout_s": 2.0 + 20.0 * group.replica_id, "on_start_timeout": "start"}
-    with group.training(Scalar(), num_replicas=3, **waits) as run:
-        return run.steps(2, -1.0)
-
-
-def test_one_group_that_has_waited_long_enough_starts_all_that_are_present():
-    first, second = run_groups(start_with_those_present)
-    assert first == second
-    assert first[0][:3] == (1, 2, 1.0)
-
-
 # ---- a lighthouse that dies and comes back -----------------------------------------------------
 
 
