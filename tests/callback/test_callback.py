@@ -372,26 +372,6 @@ def test_a_group_that_cannot_join_leaves_no_one_waiting_and_says_that_it_never_c
     assert status == {"phase": "rejected"}
 
 
-def test_another_model_in_one_group_is_an_error_in_it():
-    def replica(sim):
-        def sgd(parameters):
-            first, *rest = parameters
-            first.requires_grad_(sim.replica_id == 0)
-            return torch.optim.SGD([first, *rest], lr=0.1)
-
-        trainer = trainer_of(
-            callback_of(sim, start_timeout_s=5.0), optimizer=sgd, max_duration="2ba"
-        )
-        try:
-            trainer.fit()
-        finally:
-            trainer.close()
-
-    with pytest.raises(SimulationError, match="replica 1 raised SettingsMismatch: ") as caught:
-        simulate(replica, num_replicas=2)
-    assert "weight: 'missing' here, '(16, 8) torch.float32' there" in str(caught.value)
-
-
 # ---- over a real lighthouse, in this process ------------------------------------------------
 
 
