@@ -31,12 +31,16 @@ from torch import nn
 
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.options import DuplicateIdError
+from composer_replication.replica import manager as replica_manager
 from composer_replication.replica import messages, peer_client
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import (
+    LighthouseStatus,
     can_connect,
+    read_status,
     start_lighthouse,
 )
+from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.peer_client import PeerError
 
 pytestmark = pytest.mark.integration
@@ -181,6 +185,21 @@ def test_a_lighthouse_that_is_killed_three_times_costs_no_outer_step_and_no_digi
 RANKS = 2
 
 
+def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
+    """Rank 1 gives up on missing members at once; to rank 0 they live for two seconds."""
+    manager.member.missing.HEARTBEAT_WITHIN_S = 5.0 if rank == 0 else 0.0
+    believes_from: list[float] = []
+
+    def read_an_old_status(lighthouse_addr: str) -> LighthouseStatus:
+        status = read_status(lighthouse_addr)
+        believes_from.append(time.monotonic())
+        if rank == 0 and believes_from[-1] - believes_from[0] < 2.0:
+            return replace(status, alive=status.alive | manager.member.missing.names)
+        return status
+
+    replica_manager.read_status = read_an_old_status  # type: ignore[assignment]
+
+
 def train_ranks_through_a_restart(
     process: Group, address: str, folder: str
 ) -> list[tuple[Any, ...]]:
@@ -188,6 +207,7 @@ def train_ranks_through_a_restart(
     group = replace(process.of_rank(folder, RANKS), lighthouse_addr=address)
     rank, move = dist.get_rank(), MOVES[group.replica_id]
     with group.training(Scalar()) as run:
+        be_of_another_mind(rank, run.manager)
         seen = run.steps(4, move, pause_s=0.1)
         if group.replica_id == 2:
             time.sleep(1.0)  # its last packets do not die with it
@@ -199,7 +219,7 @@ def train_ranks_through_a_restart(
         return seen + run.steps(6, move, pause_s=0.1)
 
 
-def test_a_group_that_dies_with_the_lighthouse_is_awaited_for_some_seconds_by_all_ranks(tmp_path):
+def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_none(tmp_path):
     lighthouse = Lighthouse()
     lighthouse.restart_when_dead(tmp_path, RANKS)
     try:
