@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 from common import plain_sgd
-from torch import nn, optim
+from promises.groups import run
 
 from composer_replication.arguments import pick, takes
 from composer_replication.diloco.algorithm import DiLoCo
@@ -13,7 +13,7 @@ from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.options import DiLoCoOptions
 from composer_replication.replica.factory import ManagerArguments, make_manager
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.simulation.simulation import SimulationError, simulate
+from composer_replication.simulation.simulation import SimulationError
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,16 @@ def test_the_public_ones_show_every_field_with_its_default_and_a_description(fun
         assert f"\n    {name}: " in described, name
 
 
-def outer_optimizer_of(*outer, **arguments):
-    def replica(sim):
-        model = nn.Linear(2, 2)
-        inner = optim.SGD(model.parameters(), lr=0.1)
-        diloco = DiLoCo(sim.manager, model, inner, *outer, **arguments)
-        return diloco.state_dict()["fragments"][0]["optimizer"]["param_groups"][0]
-
-    return simulate(replica, num_replicas=1)[0]
-
-
 def test_every_setting_is_an_argument_of_diloco_the_outer_optimizer_s_too():
+    def numbers(group):
+        saved = group.diloco.state_dict()["fragments"][0]["optimizer"]["param_groups"][0]
+        return [saved[name] for name in ("lr", "momentum", "nesterov")]
+
     settings = DiLoCoSettings(outer_lr=0.5, outer_momentum=0.25, outer_nesterov=False)
-    group = outer_optimizer_of(**vars(settings), **vars(DiLoCoOptions()))
-    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.5, 0.25, False)
-    group = outer_optimizer_of()
-    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.7, 0.5, True)
+    assert run(1, numbers, **vars(settings), **vars(DiLoCoOptions())) == [[0.5, 0.25, False]]
+    assert run(1, numbers) == [[0.7, 0.5, True]]
 
 
 def test_a_setting_that_an_outer_optimizer_of_one_s_own_would_not_hear_of_is_refused():
     with pytest.raises(SimulationError, match="outer_lr and an outer_optimizer of your own: give"):
-        outer_optimizer_of(plain_sgd(), outer_lr=0.5)
+        run(1, lambda group: None, outer=plain_sgd(), outer_lr=0.5)

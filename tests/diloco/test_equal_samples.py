@@ -1,19 +1,20 @@
 """Groups that train on equal samples are found at their first sync, and no others.
 
-``pytest tests/diloco/test_equal_samples.py``: simulated network. All groups take the same steps, so
-that their pseudo-gradients are parallel whatever they read.
+All groups take the same steps, so that their pseudo-gradients are parallel whatever they read.
 """
 
 import collections
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from common import Constant, plain_sgd, take_step
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from common import Constant
+from promises.groups import run
+from torch.utils.data import DataLoader, TensorDataset
 
-from composer_replication import DiLoCo, ReplicaDataLoader, simulate
+from composer_replication import ReplicaDataLoader
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units.work_units import WorkUnits
@@ -24,24 +25,19 @@ from composer_replication.simulation.simulation import Fault
 SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
 
 
-def found(num_replicas, batches_of, *faults, steps=12, **settings):
+def found(k, batches_of, *faults, steps=12, **settings):
     """What each group's reports have as equal samples; empty ones are left out."""
 
-    def replica(sim):
-        model = Constant(a=(1,), b=(1,))
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        with DiLoCo(
-            sim.manager, model, inner, plain_sgd(), **{"sync_every": 4} | settings
-        ) as diloco:
-            for batch in itertools.islice(batches_of(sim), steps):
-                diloco.note_batch(batch)
-                diloco.count_samples(len(batch))
-                take_step(inner, -1.0)
-            diloco.final_sync()
-            reports = diloco.pop_finished_syncs()
-        return [(r.outer_step, r.equal_samples) for r in reports if r.equal_samples]
+    def replica(group):
+        for batch in itertools.islice(batches_of(group.id, k), steps):
+            group.diloco.note_batch(batch)
+            group.diloco.count_samples(len(batch))
+            group.step(-1.0)
+        group.end()
+        return [each for each in group.of_reports("outer_step", "equal_samples") if each[1]]
 
-    return simulate(replica, num_replicas=num_replicas, faults=faults)
+    model = partial(Constant, a=(1,), b=(1,))
+    return run(k, replica, *faults, **{"model": model, "sync_every": 4} | settings)
 
 
 def cycle(dataset, batch_size=4, seed=None):
@@ -50,13 +46,13 @@ def cycle(dataset, batch_size=4, seed=None):
     return itertools.chain.from_iterable(loader for _ in itertools.count())
 
 
-def same(sim):
+def same(group, k):
     return cycle(SAMPLES)
 
 
-def own(sim):
+def own(group, k):
     """The part of the samples that one replica group trains on."""
-    return cycle(SAMPLES[sim.replica_id :: sim.num_replicas], 2)
+    return cycle(SAMPLES[group::k], 2)
 
 
 # ---- equal samples ---------------------------------------------------------------------------
@@ -76,11 +72,13 @@ def test_groups_on_the_same_samples_are_named_at_the_first_sync_and_once(setting
 
 
 def test_of_several_groups_those_are_named_that_are_equal():
-    def batches_of(sim):
-        return cycle(SAMPLES[(0, 16, 0, 32)[sim.replica_id] :])
-
     pair = [(1, ("0", "2"))]
-    assert found(4, batches_of) == [pair, [], pair, []]
+    assert found(4, lambda group, k: cycle(SAMPLES[(0, 16, 0, 32)[group] :])) == [
+        pair,
+        [],
+        pair,
+        [],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fail_allreduce", "fail_commit"])
@@ -96,42 +94,6 @@ def test_a_run_that_is_meant_so_says_so():
 # ---- honest jobs -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("groups", range(2, 9))
-def test_parts_of_a_dataset_are_not_equal(groups):
-    assert not any(found(groups, own))
-
-
-def test_a_sampler_of_another_seed_in_each_group_is_not_equal():
-    assert not any(found(4, lambda sim: cycle(SAMPLES, 1, seed=1 + sim.replica_id)))
-
-
-def test_epochs_of_unequal_length_are_not_equal():
-    def batches_of(sim):
-        return cycle(SAMPLES[:20] if sim.replica_id else SAMPLES[20:])
-
-    assert not any(found(2, batches_of, steps=30))
-
-
-def test_batches_of_unequal_size_that_count_as_such_are_not_equal():
-    def batches_of(sim):
-        return cycle(SAMPLES[32 * sim.replica_id :][:32], 2 + sim.replica_id)
-
-    assert not any(found(2, batches_of, weight_by="samples"))
-
-
-@pytest.mark.parametrize("read", [own, same])
-def test_a_joiner_is_at_another_position_than_the_others(read):
-    late = Fault("late", replica_id=2, step=3)
-    *_, joiner = found(3, lambda sim: own(sim) if sim.replica_id == 1 else read(sim), late)
-    assert joiner == []
-
-
-@pytest.mark.parametrize("kind", ["left_behind", "restart", "fail_commit"])
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_group_that_heals_is_not_equal(kind, step):
-    assert not any(found(3, own, Fault(kind, replica_id=1, step=step), steps=20))
-
-
 def loader_of():
     return ReplicaDataLoader(TensorDataset(SAMPLES), 4, dataset_id="samples", unit_size=4)
 
@@ -143,13 +105,47 @@ def read(loader, source):
         yield from loader
 
 
-@pytest.mark.parametrize("groups", [2, 3])
-def test_fixed_shards_are_not_equal(groups):
-    def batches_of(sim):
-        loader = loader_of()
-        return read(loader, FixedShards(loader.spec, sim.replica_id, groups).lease)
+def shards(group, k):
+    loader = loader_of()
+    return read(loader, FixedShards(loader.spec, group, k).lease)
 
-    assert not any(found(groups, batches_of))
+
+HONEST = {
+    "a sampler of another seed": lambda group, k: cycle(SAMPLES, 1, seed=1 + group),
+    "epochs of unequal length": lambda group, k: cycle(SAMPLES[14 * group :][: 14 + 6 * group]),
+    "fixed shards": shards,
+}
+
+
+@pytest.mark.parametrize("groups", range(2, 9))
+def test_parts_of_a_dataset_are_not_equal(groups):
+    assert not any(found(groups, own))
+
+
+@pytest.mark.parametrize("batches_of", HONEST.values(), ids=HONEST)
+@pytest.mark.parametrize("groups", [2, 3])
+def test_no_honest_job_is_equal(batches_of, groups):
+    assert not any(found(groups, batches_of, steps=30))
+
+
+def test_batches_of_unequal_size_that_count_as_such_are_not_equal():
+    def batches_of(group, k):
+        return cycle(SAMPLES[32 * group :][:32], 2 + group)
+
+    assert not any(found(2, batches_of, weight_by="samples"))
+
+
+@pytest.mark.parametrize("reads", [own, same])
+def test_a_joiner_is_at_another_position_than_the_others(reads):
+    late = Fault("late", replica_id=2, step=3)
+    *_, joiner = found(3, lambda group, k: (own if group == 1 else reads)(group, k), late)
+    assert joiner == []
+
+
+@pytest.mark.parametrize("kind", ["left_behind", "restart", "fail_commit"])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_group_that_heals_is_not_equal(kind, step):
+    assert not any(found(3, own, Fault(kind, replica_id=1, step=step), steps=20))
 
 
 @pytest.mark.parametrize("faults", [(), (Fault("restart", replica_id=1, step=2),)])
@@ -157,12 +153,12 @@ def test_leases_are_not_equal(tmp_path, faults):
     units = WorkUnits(Database(tmp_path / "units.sqlite"))
     incarnations = itertools.count()
 
-    def batches_of(sim):
+    def batches_of(group, k):
         loader = loader_of()
         spec = loader.spec
         units.create_dataset(spec.dataset_id, spec.length, spec.seed, spec.unit_size)
         name = f"{next(incarnations)}"
-        stream = units.open_stream(name, spec.dataset_id, str(sim.replica_id), name)
+        stream = units.open_stream(name, spec.dataset_id, str(group), name)
         return read(loader, lambda *asked: Lease(**vars(units.lease(stream, *asked))))
 
     assert not any(found(3, batches_of, *faults))
@@ -214,19 +210,16 @@ def test_only_the_beginning_of_a_large_tensor_is_copied():
 
 def test_what_cannot_be_pickled_is_never_equal():
     assert digest_of([lambda: 0]) == ""
-    assert found(2, lambda sim: itertools.repeat([lambda: 0])) == [[], []]
+    assert found(2, lambda *group: itertools.repeat([lambda: 0])) == [[], []]
 
 
 def test_no_batch_is_looked_at_after_the_first_sync():
-    class Batch(Dataset):
+    class Batch(list):
         looked_at = 0
 
         def __reduce__(self):
             Batch.looked_at += 1
             return Batch, ()
 
-        def __len__(self):
-            return 1
-
-    found(1, lambda sim: itertools.repeat(Batch()), steps=40, sync_every=10)
+    found(1, lambda *group: itertools.repeat(Batch()), steps=40, sync_every=10)
     assert Batch.looked_at == NUM_BATCHES

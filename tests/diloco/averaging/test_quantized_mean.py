@@ -1,18 +1,17 @@
 """The mean in a wire format, over simulated groups.
 
-Run: pytest tests/diloco/averaging/test_quantized_mean.py.
-
 What is exact is held exactly: the same bits in every group, and that with error feedback nothing is
 lost, only late: the sum of all means is that of the true ones but for what is still kept back.
 """
 
 import pkgutil
 import re
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
-from common import Constant, TinyMLP, batch, mse, take_step
+from common import Constant, TinyMLP
+from promises.groups import adamw, run
 from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate
@@ -46,18 +45,19 @@ def exact_mean(groups, step):
     return sum(w * v for w, v in zip(weights, flat, strict=True)) / total
 
 
-def copy(value, into):
-    into.copy_(value)
+def attempt(manager, mean, values, weight):
+    """One sync up to its vote, which is returned."""
+    manager.start_quorum()
+    mean.pack(lambda value, into: into.copy_(value), (values,), weight)
+    for work in mean.send(manager):
+        work.wait()
+    return manager.should_commit()
 
 
 def average(sim, mean, step):
     """One sync that commits: what the group takes over."""
-    sim.manager.start_quorum()
-    values = values_of(sim.replica_id, step)
-    mean.pack(copy, (values,), weight_of(sim.replica_id, step))
-    for work in mean.send(sim.manager):
-        work.wait()
-    assert sim.manager.should_commit()
+    values, weight = values_of(sim.replica_id, step), weight_of(sim.replica_id, step)
+    assert attempt(sim.manager, mean, values, weight)
     total = mean.finish()
     taken = torch.cat(list(mean.unpack()))
     mean.clear()
@@ -137,25 +137,6 @@ def test_of_three_groups_the_one_that_sums_a_part_does_not_round_its_own(monkeyp
     assert not torch.equal(expected, round_trip(0.5 * round_trip(own) + 0.5 * round_trip(other)))
 
 
-class Counting:
-    """A manager, and how many messages of which kind went through it."""
-
-    def __init__(self, manager):
-        self._manager = manager
-        self.sizes = {"all_gather": [], "all_to_all": []}
-
-    def __getattr__(self, name):
-        return getattr(self._manager, name)
-
-    def all_gather(self, gathered, own):
-        self.sizes["all_gather"].append(gathered.numel())
-        return self._manager.all_gather(gathered, own)
-
-    def all_to_all(self, received, sent):
-        self.sizes["all_to_all"].append(received.numel())
-        return self._manager.all_to_all(received, sent)
-
-
 @pytest.mark.parametrize(
     ("groups", "kinds"), [(2, ["all_gather"]), (3, ["all_gather", "all_to_all"])]
 )
@@ -164,9 +145,17 @@ def test_a_sync_that_fits_into_one_bucket_is_four_messages(groups, kinds, monkey
     monkeypatch.setattr(f"{__name__}.SIZES", [64 * PART, 5])
 
     def replica(sim):
-        counted = SimpleNamespace(manager=Counting(sim.manager), replica_id=sim.replica_id)
-        average(counted, make_mean("int8", bucket=2**18), 0)
-        return counted.manager.sizes
+        sizes = {"all_gather": [], "all_to_all": []}
+        for name, found in sizes.items():
+            send = getattr(sim.manager, name)
+
+            def noting(received, sent, send=send, found=found):
+                found.append(received.numel())
+                return send(received, sent)
+
+            setattr(sim.manager, name, noting)
+        average(sim, make_mean("int8", bucket=2**18), 0)
+        return sizes
 
     sizes = simulate(replica, num_replicas=groups)[0]
     assert [kind for kind, found in sizes.items() if found] == kinds
@@ -188,12 +177,7 @@ def test_an_attempt_that_does_not_commit_leaves_no_trace(wire_format):
         mean = make_mean(wire_format)
         first = average(sim, mean, 1)[1]
         kept = mean.gather_residual().clone()
-        sim.manager.start_quorum()  # the scripted fault is in this one
-        values = values_of(sim.replica_id, 2)
-        mean.pack(copy, (values,), 1.0)
-        for work in mean.send(sim.manager):
-            work.wait()
-        assert not sim.manager.should_commit()
+        assert not attempt(sim.manager, mean, values_of(sim.replica_id, 2), 1.0)  # by the fault
         assert torch.equal(mean.gather_residual(), kept)
         return first, average(sim, mean, 2)[1]
 
@@ -212,13 +196,8 @@ def test_a_group_whose_values_are_not_finite_changes_nothing_and_keeps_its_resid
         mean = make_mean("int8")
         average(sim, mean, 1)
         kept = mean.gather_residual().clone()
-        sim.manager.start_quorum()
-        is_sick = sim.replica_id == 0
-        value = float("nan") if is_sick else 2.0
-        mean.pack(copy, ([torch.full((size,), value) for size in SIZES],), 1.0)
-        for work in mean.send(sim.manager):
-            work.wait()
-        sim.manager.should_commit()
+        value = float("nan") if sim.replica_id == 0 else 2.0
+        attempt(sim.manager, mean, [torch.full((size,), value) for size in SIZES], 1.0)
         return mean.finish(), mean.sums()[0].clone(), kept, mean.gather_residual()
 
     sick, healthy = simulate(replica, num_replicas=2)
@@ -237,60 +216,39 @@ def test_a_group_whose_values_are_not_finite_changes_nothing_and_keeps_its_resid
 def test_reported_bytes_are_those_of_the_format_whatever_the_number_of_groups(
     wire_format, ratio, allowed, groups
 ):
-    def replica(sim):
-        model = Constant(weight=(1000, 1000), odd=(77,))
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        with DiLoCo(
-            sim.manager, model, inner, sync_every=1, num_replicas=groups, wire_format=wire_format
-        ) as diloco:
-            take_step(inner, -1.0)
-            return diloco.pop_finished_syncs()[0]
+    def replica(group):
+        group.step(-1.0)
+        return group.reports[0]
 
-    for report in simulate(replica, num_replicas=groups):
+    model = partial(Constant, weight=(1000, 1000), odd=(77,))
+    settings = {"model": model, "wire_format": wire_format, "sync_every": 1}
+    for report in run(groups, replica, num_replicas=groups, **settings):
         assert report.bytes_float32 == 4 * (1_000_077 + 1)
         assert ratio <= report.bytes_sent / report.bytes_float32 <= ratio * allowed
 
 
 # ---- under DiLoCo -----------------------------------------------------------------------------
 
-
-def train(sim, wire_format, steps=12, **settings):
-    model = TinyMLP()
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    settings = {"sync_every": 3, "num_replicas": sim.num_replicas} | settings
-    with DiLoCo(
-        sim.manager, model, inner, wire_format=wire_format, digest_every=1, **settings
-    ) as diloco:
-        for step in range(steps):
-            inner.zero_grad()
-            mse(model, *batch(sim.replica_id, step)).backward()
-            inner.step()
-        reports = diloco.pop_finished_syncs()
-        diloco.final_sync()
-        return reports, diloco.global_parameters()
-
-
-STREAMING = {
-    "sync_every": 6,
-    "num_fragments": 2,
-    "fragment_sync_delay": 2,
-    "fragment_update_alpha": 0.5,
-}
+OVERLAPPED = {"sync_every": 6, "num_fragments": 2, "fragment_sync_delay": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, STREAMING], ids=["vanilla", "streaming"])
+@pytest.mark.parametrize("settings", [{"sync_every": 3}, OVERLAPPED], ids=["vanilla", "streaming"])
 @pytest.mark.parametrize("wire_format", ENCODED)
 def test_groups_stay_equal_and_near_what_they_are_in_fp32(wire_format, settings):
-    seen = simulate(lambda sim: train(sim, wire_format, **settings), num_replicas=3)
-    exact = simulate(lambda sim: train(sim, "float32", **settings), num_replicas=3)
-    digests = [[report.global_digest for report in reports] for reports, _ in seen]
-    assert digests[0] == digests[1] == digests[2] and len(set(digests[0])) == 4
-    moved, off = 0.0, 0.0
-    for name, initial in TinyMLP().named_parameters():
-        moved += float((exact[0][1][name] - initial.detach()).norm()) ** 2
-        off += float((seen[0][1][name] - exact[0][1][name]).norm()) ** 2
-    assert 0 < (off / moved) ** 0.5 < {"bfloat16": 0.02, "int8": 0.02, "fp4": 0.3}[wire_format]
+    def replica(group):
+        group.learn(0, 12)
+        digests = group.digests
+        group.end()
+        return digests, torch.cat([t.view(-1) for t in group.diloco.global_parameters().values()])
+
+    settings = {"model": TinyMLP, "inner": adamw, "digest_every": 1, "num_replicas": 3} | settings
+    (digests, found), *others = run(3, replica, wire_format=wire_format, **settings)
+    assert len(digests) == 4 and all(other == digests for other, _ in others)
+    _, exact = run(3, replica, **settings)[0]
+    moved = exact - torch.cat([p.detach().view(-1) for p in TinyMLP().parameters()])
+    off = float((found - exact).norm() / moved.norm())
+    assert 0 < off < {"bfloat16": 0.02, "int8": 0.02, "fp4": 0.3}[wire_format]
 
 
 def test_a_manager_that_can_only_sum_is_refused_before_anybody_waits():
