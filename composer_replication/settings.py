@@ -461,23 +461,16 @@ def compare_groups(
     Raises:
         SettingsMismatch: This group has to leave.
     """
-
-    def difference(name: str) -> SettingsMismatch | None:
+    others: dict[str, str] = {}
+    for name in (run_name, *settings):
+        group = name.partition(":")[0]
         try:
-            compare_fingerprints(
-                settings[own_name], settings[name], f"replica group {name.partition(':')[0]}"
-            )
+            compare_fingerprints(settings[own_name], settings[name], f"replica group {group}")
         except SettingsMismatch as error:
-            return error
-        return None
-
-    if (error := difference(run_name)) is not None:
-        raise error
-    return {
-        name: f"Not connecting to a replica group, which has to leave: {error}"
-        for name in settings
-        if (error := difference(name)) is not None
-    }
+            if name == run_name:
+                raise
+            others[name] = f"Not connecting to a replica group, which has to leave: {error}"
+    return others
 
 
 def describe_difference(name: str, mine: Any, theirs: Any) -> str:

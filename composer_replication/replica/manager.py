@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
@@ -130,7 +130,6 @@ class ReplicaManager(InterruptibleManager):
         )
         self.store, self._prefetch = store, prefetch
         self.give_up_after_s = give_up_after_s
-        self.replica_name = replica_id
         self._lighthouse_addr = lighthouse_addr
         self._server = server
         self._is_shut_down = False
@@ -175,9 +174,8 @@ class ReplicaManager(InterruptibleManager):
 
         torchft serves it only while the donor waits in a quorum.
         """
-        if isinstance(self._checkpoint_transport, HealTransport):
-            transport = self._checkpoint_transport
-            transport.serve(self.current_step, source, lambda: self._is_syncing)
+        transport = cast(HealTransport, self._checkpoint_transport)
+        transport.serve(self.current_step, source, lambda: self._is_syncing)
 
     def fetched_state(self) -> dict[str, Any] | None:
         """Return the global state that was fetched before the first quorum; see ``Prefetch``."""
@@ -369,8 +367,8 @@ class ReplicaManager(InterruptibleManager):
             self.member.stop()
             super().shutdown(wait=wait)
             if self._group_rank == 0:  # the rank with the manager server
-                uuid = self.member.name.rpartition(":")[2]
-                free_uuids[self.replica_name, self._lighthouse_addr] = uuid
+                replica_id, _, uuid = self.member.name.rpartition(":")
+                free_uuids[replica_id, self._lighthouse_addr] = uuid
             _departed.append(self)
             self.store = None
 
