@@ -219,7 +219,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
         # The Trainer's last log. It comes before load_best_model_at_end, whose weights a final sync
         # would take for this group's training, and also after an early stop at an epoch's end.
         if "train_loss" in logs:
-            self._group.end()
+            self._end()
 
     def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:
         self._note_progress()
@@ -227,7 +227,8 @@ class DiLoCoTrainerCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any) -> None:
         self._evaluations_left -= 1
         if self._evaluations_left <= 0:
-            self._group.show_local()
+            self._group.generators.restore()  # a checkpoint of this step has those from before
+            self._show_for_checkpoint()  # also with save_strategy="best", which decides now
         numbers = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
         self._group.note_evaluation(numbers)
 
@@ -241,13 +242,14 @@ class DiLoCoTrainerCallback(TrainerCallback):
 
     def _terminate(self, save: Callable[[], None], args, state, control) -> None:
         """After a SIGTERM: leave a whole checkpoint, and do not wait for the others' next sync."""
+        self._show_for_checkpoint()
         save()
         self.on_save(args, state, control)
         self._group.close()
         self._is_terminated = True
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
-        self._group.end()
+        self._end()
         self._hook.remove()
         self._group.close()
 
@@ -255,14 +257,27 @@ class DiLoCoTrainerCallback(TrainerCallback):
         if self._is_terminated:  # it has saved, and holds local weights
             control.should_evaluate = control.should_save = False
         elif control.should_training_stop:
-            self._group.end()  # now, so that the last evaluation and checkpoint are of its result
+            self._end()  # now, so that the last evaluation and checkpoint are of its result
         elif control.should_evaluate:
             self._show_for_evaluation()
+        elif control.should_save:
+            self._show_for_checkpoint()
+
+    def _end(self) -> None:
+        if self.diloco is not None:
+            self._group.show_local()  # an evaluation may have asked for the end
+            self._group.end()
 
     def _show_for_evaluation(self) -> None:
         datasets = self._job.trainer.eval_dataset
         self._evaluations_left = len(datasets) if isinstance(datasets, dict) else 1
         self._group.show_global()
+
+    def _show_for_checkpoint(self) -> None:
+        # Of the ranks of DDP the first alone asks for a checkpoint's tensors, which are gathered
+        # unless all ranks show them. The next step, or the end, puts the local ones back.
+        if self.diloco is not None and self._group.weights is not None:
+            self._group.weights.show()
 
     def _note_progress(self) -> None:
         if self.diloco is not None:

@@ -122,6 +122,33 @@ def test_an_early_stop_ends_on_the_best_model_and_all_groups_agree_on_it(strateg
             torch.testing.assert_close(other, tensor, rtol=0, atol=0)
 
 
+def save_in_ranks(process: Group, folder: Path) -> list[Any]:
+    group = process.of_rank(str(folder), 2)
+    os.environ |= {"RANK": str(process.replica_id % 2), "WORLD_SIZE": "2"}
+    args = arguments_of(
+        folder / str(group.replica_id),
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        ddp_backend="gloo",
+    )
+    digests = []
+    for resumes in (False, folder / str(group.replica_id) / "checkpoint-3"):
+        with group.manager() as manager:
+            trainer = trainer_of(group, manager, args)
+            trainer.train(resume_from_checkpoint=str(resumes) if resumes else None)
+        digests.append(trainer.callback.result["global_digest"])
+    return digests
+
+
+def test_ranks_of_a_group_evaluate_save_and_resume_together(tmp_path):
+    (whole, resumed), *others = run_groups(save_in_ranks, 4, folder=tmp_path)
+    assert whole == resumed
+    assert all(other == [whole, resumed] for other in others)
+
+
 def evaluate_two(group: Group, folder: Path) -> list[dict[str, float]]:
     args = arguments_of(
         folder / str(group.replica_id), eval_strategy="steps", eval_steps=3, eval_on_start=True
