@@ -482,6 +482,9 @@ def test_what_is_pushed_to_the_hub_is_the_global_model(tmp_path, monkeypatch):
             if state.global_step == 6:
                 theta = trainer.callback.diloco.global_parameters()
                 shown.update({name: tensor.clone() for name, tensor in theta.items()})
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 5:  # it is counted after this event
                 local.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
 
     trainer = alone(tmp_path, args=args, callbacks=[Looks()])
