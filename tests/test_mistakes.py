@@ -53,6 +53,17 @@ COMMANDS = [
     ("launch --set sync_every=3 python train.py", "--set without a command after --: write key="),
     ("coordinator --bind 127.0.0.1:{taken}", "cannot listen at --bind 127.0.0.1:{taken}"),
     ("coordinator --set timeout=5", "timeout is no setting of the run"),
+    ("launch tiny.yaml -- true", "give settings for a command with --settings FILE or --set"),
+    ("launch tiny.yaml --resume", "--resume without a command after --"),
+    ("launch --", "there is no command after --: write e.g. -- python train.py"),
+    ("launch -- no-such-program", "there is no command 'no-such-program': give the path"),
+    ("launch --settings /no/file -- true", "there is no config at /no/file"),
+    # Settings that contradict a launch.
+    ("launch tiny.yaml callbacks.diloco.replica_id=3", "replica_id=3: leave it out, launch"),
+    ("launch tiny.yaml callbacks.diloco.lighthouse_addr=http://a:1", "starts its own lighthouse"),
+    ("launch tiny.yaml callbacks.diloco.run_dir=x", "set run_dir at the top of the config"),
+    ("launch tiny.yaml callbacks.diloco.num_replicas=3", "num_replicas=3 but --replicas 2"),
+    ("launch tiny.yaml callbacks.diloco.min_replica_size=3", "no sync could commit: use at most 2"),
     # What is gone, or needs something else.
     ("train tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
     ("launch tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir' any more: run the group"),

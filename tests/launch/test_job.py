@@ -7,9 +7,9 @@ Faked: the cores and GPUs of the machine, by what names them; the coordinator's 
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
-import typer
 from scripted_groups import supervise
 
 from composer_replication.group.run_folder import STATUS
@@ -24,7 +24,7 @@ from composer_replication.launch.job import (
 )
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.supervision import MISSING_CALLBACK
-from composer_replication.training.config import ConfigError, read_value, save_config
+from composer_replication.training.config import read_value, save_config
 
 
 def test_a_command_gets_its_group_and_the_runs_folder(tmp_path):
@@ -65,39 +65,10 @@ def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
     assert list(read_value(tmp_path / "config.yaml", "command")) == command
 
 
-class Line:
-    """The context of a command line, with what stands after ``--``."""
-
-    def __init__(self, command):
-        self.meta = {} if command is None else {f"{JobOptions.__module__}.command": command}
-
-
-def asked_for(command=None, **options):
-    context: typer.Context = Line(command)
-    return job_of(JobOptions(context=context, **options))
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "message"),
-    [
-        (None, {}, "neither a config nor a command"),
-        (None, {"config": "python"}, "or write -- before a command of your own"),
-        (None, {"set": ["sync_every=3"]}, "--set without a command after --"),
-        (None, {"config": "a", "resume": True}, "--resume without a command after --"),
-        (["true"], {"config": "a.yaml"}, "give settings for a command with --settings"),
-        ([], {}, "there is no command after --"),
-        (["no-such-program"], {}, "no command 'no-such-program': give the path"),
-        (["true"], {"settings": "/no/file"}, "there is no config at /no/file"),
-    ],
-)
-def test_what_the_command_line_lacks_or_has_twice_is_said(tmp_path, command, options, message):
-    paths = {name: tmp_path / v for name, v in options.items() if name in ("config", "settings")}
-    with pytest.raises(ConfigError, match=message):
-        asked_for(command, **options | paths)
-
-
 def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
-    job = asked_for(["true"], set=["sync_every=3"], run_dir=tmp_path, resume=True, nproc=2)
+    context = SimpleNamespace(meta={f"{JobOptions.__module__}.command": ["true"]})
+    given = {"set": ["sync_every=3"], "run_dir": tmp_path, "resume": True, "nproc": 2}
+    job = job_of(JobOptions(context=context, **given))
     assert job.config["callbacks"] == {"diloco": {"sync_every": 3}}
     assert job.config["run_dir"] == str(tmp_path) and job.config["autoresume"] is True
     assert job.nproc == 2 and job.source == "--set sync_every=3"

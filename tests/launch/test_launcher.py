@@ -16,9 +16,8 @@ import time
 import psutil
 import pytest
 
-from composer_replication.launch.job import Job, check_launch, config_job
+from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import launch_groups
-from composer_replication.training.config import ConfigError
 
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -294,19 +293,3 @@ def test_groups_end_when_the_launcher_is_killed(tmp_path):
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive(pids) == []
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"replica_id": 3}, "replica_id=3: leave it out, launch numbers the groups"),
-        ({"lighthouse_addr": "http://a:1"}, "launch starts its own lighthouse"),
-        ({"run_dir": "x"}, "set run_dir at the top of the config"),
-        ({"num_replicas": 3}, "num_replicas=3 but --replicas 2"),
-        ({"min_replica_size": 3}, "no sync could commit: use at most 2"),
-    ],
-)
-def test_settings_that_contradict_a_launch_are_refused(section, message):
-    job = config_job({"callbacks": {"diloco": section}}, "tiny.yaml")
-    with pytest.raises(ConfigError, match=message):
-        check_launch(job, replicas=2)
