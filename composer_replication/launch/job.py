@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -258,15 +257,12 @@ def group_command(
     ]
     if nproc in (None, 1):
         return own
-    with socket.socket() as free:
-        free.bind(("", 0))
-        port = free.getsockname()[1]
     folder = str(log_path(run_dir, replica_id).parent)
     if find_spec("composer") is None:
         others = ",".join(f"{rank}:3" for rank in range(1, nproc))  # their stdout and stderr
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--no-python"),
-            *("--nproc-per-node", str(nproc), "--master-port", str(port)),
+            *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(nproc)),
             *("--log-dir", folder, "--redirects", others, *own),
         ]
     # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
@@ -274,7 +270,7 @@ def group_command(
     other_ranks = folder.replace("{", "{{").replace("}", "}}") + "/log_rank{rank}.txt"
     return [
         *(sys.executable, "-m", "composer.cli.launcher"),
-        *("--nproc", str(nproc), "--master_port", str(port)),
+        *("--nproc", str(nproc)),
         *("--stdout", other_ranks, "--stderr", other_ranks),
         *("--command_mode", *own),
     ]
