@@ -6,6 +6,7 @@ And the checks that the inner optimizer trains exactly what is synchronised.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -21,9 +22,6 @@ T = TypeVar("T", bound=Tensor)
 
 Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
-
-Buffers = dict[str, Tensor]
-"""The persistent buffers of a fragment by name, which are synchronised with its parameters."""
 
 
 def split_model(
@@ -81,12 +79,12 @@ def whole_model(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:
     return model_fragments if is_one else nn.ModuleList(model_fragments)
 
 
-def split_all(
+def synced_tensors(
     model: nn.Module | Sequence[nn.Module],
     settings: DiLoCoSettings,
     also_synced: Collection[str] = (),
-) -> list[tuple[Parameters, Buffers]]:
-    """Return the parameters of each fragment, and the buffers that are synchronised with it.
+) -> list[dict[str, Tensor]]:
+    """Return the parameters of each fragment by name, and the buffers synchronised with them.
 
     All buffers of a single module are synchronised with the first fragment: they are small, and
     need not be synchronised together with their blocks.
@@ -95,22 +93,14 @@ def split_all(
         ValueError: See ``split_model``.
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
-    synced = persistent_buffers(whole_model(model)) if settings.sync_buffers != "none" else {}
-    if isinstance(model, nn.Module):
-        buffers = [synced, *({} for _ in fragments[1:])]
-    else:
-        buffers = _by_index(synced, len(fragments))
-    return list(zip(fragments, buffers, strict=True))
+    buffers = persistent_buffers(whole_model(model)) if settings.sync_buffers != "none" else {}
+    is_one = isinstance(model, nn.Module)
+    parts = [buffers] if is_one else _by_index(buffers, len(fragments))
+    pairs = itertools.zip_longest(fragments, parts, fillvalue={})
+    return [{**parameters, **own} for parameters, own in pairs]
 
 
-def synced_tensors(
-    model: nn.Module, settings: DiLoCoSettings, also_synced: Collection[str] = ()
-) -> list[dict[str, Tensor]]:
-    """Return every synchronised tensor by fragment and name. Arguments: ``split_all``."""
-    return [{**own, **buffers} for own, buffers in split_all(model, settings, also_synced)]
-
-
-def persistent_buffers(model: nn.Module) -> Buffers:
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are part of the model's state, by name: a tied one once."""
     modules = model.modules()
     others = {id(m._buffers.get(name)) for m in modules for name in m._non_persistent_buffers_set}
@@ -219,7 +209,9 @@ def listed(names: Sequence[str], limit: int = 6) -> str:
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def check_trained_by(fragments: Sequence[Parameters], optimizer: torch.optim.Optimizer) -> None:
+def check_trained_by(
+    fragments: Sequence[Mapping[str, Tensor]], optimizer: torch.optim.Optimizer
+) -> None:
     """Check that the inner optimizer trains exactly what the fragments synchronise.
 
     A parameter outside all fragments would never be synchronised, and a fragment over copies of the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
 from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
-from composer_replication.diloco.fragments import Buffers, Parameters
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.outer_step import SGDStep, is_plain_sgd
@@ -32,11 +31,11 @@ class GlobalParameters:
     (ADR-026).
 
     Args:
-        parameters: The fragment's parameters in the model, of any floating dtype and device.
+        tensors: The fragment's parameters in the model, of any floating dtype and device, and the
+            buffers that are synchronised with them. Of these, those that have a mean are averaged,
+            the others are ``copied``.
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
-        buffers: Buffers that are synchronised with them. Those that have a mean are averaged, the
-            others are ``copied``.
         shards_of: Returns the ``Shards`` of tensors: what this rank has of them.
 
     Attributes:
@@ -51,16 +50,16 @@ class GlobalParameters:
 
     def __init__(
         self,
-        parameters: Parameters,
+        tensors: Mapping[str, Tensor],
         outer_optimizer: OuterOptimizer,
         backup_device: torch.device,
-        buffers: Buffers | None = None,
         shards_of: Callable[[Iterable[Tensor]], Shards] = Shards,
     ) -> None:
-        averaged = {name: t for name, t in (buffers or {}).items() if has_mean(t)}
-        self.local: dict[str, Tensor] = {**parameters, **averaged}
-        others = {name: t for name, t in (buffers or {}).items() if name not in averaged}
-        self.copied = CopiedBuffers(others)
+        parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        buffers = {name: t for name, t in tensors.items() if name not in parameters}
+        averaged = {name: t for name, t in buffers.items() if has_mean(t)}
+        self.local = parameters | averaged
+        self.copied = CopiedBuffers({n: t for n, t in buffers.items() if n not in averaged})
         held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
         self.share = self.shards = shards_of(self.local.values())
@@ -279,11 +278,6 @@ class GlobalParameters:
             return own
         return self.shards.whole(list(self.theta).index(name), own).view(self.shapes[name])
 
-    @property
-    def has_ranks(self) -> bool:
-        """Whether the group has several ranks, which share or shard the model or hold copies."""
-        return self.share.has_ranks
-
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
         names = self._buffers | self.copied.live.keys()
@@ -378,7 +372,7 @@ def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
         local.copy_(theta.to(local.device).lerp(local.float(), alpha))
 
 
-def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Parameters) -> bool:
+def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the outer optimizer treats each element by itself, as far as we know."""
     shapes = (local_tensor(parameter).shape for parameter in parameters.values())
     like = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]

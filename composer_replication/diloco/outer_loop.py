@@ -328,7 +328,7 @@ class OuterLoop:
         self._forget_local()
         self.has_healed = self._must_settle = True
         # A single rank need not wait until others have healed too.
-        if not self.fragments[0].globals.has_ranks:
+        if not self.fragments[0].globals.share.has_ranks:
             self.settle()
 
     def settle(self) -> None:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from composer_replication.arguments import pick
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
-from composer_replication.diloco.fragments import check_trained_by, described_tensors, split_all
+from composer_replication.diloco.fragments import (
+    check_trained_by,
+    described_tensors,
+    synced_tensors,
+)
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
 from composer_replication.diloco.peer_row import ROW
@@ -68,12 +72,11 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     check_can_quantize(arguments.manager, settings.wire_format)
     outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_numbers_at(0))
     check_sign(outer_optimizer)
-    split = split_all(arguments.model_fragments, settings, arguments.also_synced)
-    fragments = [parameters for parameters, _ in split]
+    fragments = synced_tensors(arguments.model_fragments, settings, arguments.also_synced)
     check_trained_by(fragments, arguments.inner_optimizer)
-    log_sizes([parameters | buffers for parameters, buffers in split])
+    log_sizes(fragments)
     ranks = arguments.ranks
-    are_held = any(count_shards(p) > 1 for fragment in fragments for p in fragment.values())
+    are_held = any(count_shards(t) > 1 for tensors in fragments for t in tensors.values())
     if are_held:  # each rank holds a shard already
         ranks = ranks or torch.distributed.group.WORLD
     shards_of = partial(
@@ -83,10 +86,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         host_ranks=None if ranks is None or are_held else HostRanks(ranks),
     )
     backup_device = torch.device(arguments.backup_device or "cpu")
-    return [
-        GlobalParameters(parameters, outer_optimizer, backup_device, buffers, shards_of)
-        for parameters, buffers in split
-    ]
+    return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
 
 
 LARGEST_DESCRIPTION = 1 << 17

@@ -33,7 +33,7 @@ class State(GlobalState):
         buffers = {"mean": torch.randn(6, generator=draw)}
         self.fragments = [
             GlobalParameters(local[0], outer, CPU),
-            GlobalParameters(local[1], outer, CPU, buffers),
+            GlobalParameters(local[1] | buffers, outer, CPU),
         ]
         fingerprint = dict.fromkeys(FIXED, 1) | {"model": model, "outer_optimizer": "SGD()"}
         super().__init__(self.fragments, fingerprint, DiLoCoSettings())

@@ -121,7 +121,7 @@ def step(parameters, ranks):
     """A mean of their values, and the global parameters after an outer step along it."""
     outer = nesterov_sgd(1.0, 0.9)
     shards_of = partial(Shards, ranks=ranks, are_held=ranks is not None)
-    owned = GlobalParameters(parameters, outer, CPU, None, shards_of)
+    owned = GlobalParameters(parameters, outer, CPU, shards_of)
     local = [local_tensor(t).reshape(-1) for t in parameters.values()]
     mean = mean_of(owned.share, [local])
     if mean.is_finite:

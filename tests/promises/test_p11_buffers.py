@@ -9,7 +9,7 @@ from common import Constant, batch, plain_sgd
 from promises.groups import STREAMING, run
 from torch import nn
 
-from composer_replication.diloco.fragments import split_all
+from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.global_state import digest_of
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
@@ -134,8 +134,10 @@ def test_a_joiner_has_the_global_buffers(late):
 
 
 def test_buffers_of_modules_given_one_by_one_go_with_theirs():
-    split = split_all([WithBuffers(), nn.BatchNorm1d(2)], DiLoCoSettings(num_fragments=2))
-    assert [list(buffers) for _, buffers in split] == [
-        [f"0.{name}" for name in ("mean", "low", "constant", "causal", "count", "mask")],
-        ["1.running_mean", "1.running_var", "1.num_batches_tracked"],
+    split = synced_tensors([WithBuffers(), nn.BatchNorm1d(2)], DiLoCoSettings(num_fragments=2))
+    buffers = ("mean", "low", "constant", "causal", "count", "mask")
+    assert [*split[0]] == [f"0.{name}" for name in ("weight", *buffers)]
+    assert [*split[1]] == [
+        f"1.{name}"
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     ]
