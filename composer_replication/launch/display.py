@@ -20,7 +20,7 @@ from composer_replication.group.words import format_duration, plural
 from composer_replication.launch.group import Group
 from composer_replication.launch.live_run import LiveRun
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.training.settings_file import in_words
+from composer_replication.training.config import in_words
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0
