@@ -291,11 +291,14 @@ def check_parallelism(trainer: Trainer) -> None:
         ValueError: The message names it and the fix.
     """
     args = trainer.args
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     rejected = {
         f"nn.DataParallel over {args.n_gpu} GPUs: start the job with torchrun": args.n_gpu > 1,
         "DeepSpeed: use DDP or FSDP2": trainer.is_deepspeed_enabled,
         "FSDP version 1: set fsdp_config={'version': 2}": trainer.is_fsdp_enabled
         and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1,
+        "tensor, context or sequence parallelism: use DDP or FSDP2": parallelism is not None
+        and parallelism.non_data_parallel_size > 1,
         "auto_find_batch_size, which begins training anew while others wait: set the batch size": (
             args.auto_find_batch_size
         ),

@@ -337,11 +337,18 @@ def test_sigterm_ends_a_group_with_the_checkpoint_that_it_is_asked_for(event, tm
         ("args", {"auto_find_batch_size": True}, "auto_find_batch_size.*: set the batch size"),
         ("args", {"_n_gpu": 2}, "nn.DataParallel over 2 GPUs: start the job with torchrun"),
         ("trainer", {"is_deepspeed_enabled": True}, "DeepSpeed: use DDP or FSDP2"),
+        (
+            "state",
+            {"parallelism_config": SimpleNamespace(non_data_parallel_size=2)},
+            "tensor, context or sequence parallelism: use DDP or FSDP2",
+        ),
         ("trainer", {"is_fsdp_enabled": True}, r"FSDP version 1: set fsdp_config=\{'version': 2\}"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(where, changed, message, tmp_path):
+def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(
+    where, changed, message, tmp_path, monkeypatch
+):
     trainer = Trainer(
         model=_Model(TinyMLP()),
         args=arguments_of(tmp_path),
@@ -353,8 +360,11 @@ def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(where, changed,
         """At once before DiLoCo's callback: the Trainer itself would prepare what is not here."""
 
         def on_train_begin(self, args, state, control, **kwargs):
-            vars(trainer.args if where == "args" else trainer).update(changed)
-            trainer.accelerator.state.fsdp_plugin = None
+            state = trainer.accelerator.state
+            owner = {"args": trainer.args, "trainer": trainer}.get(where, state)
+            for name, value in changed.items():
+                monkeypatch.setattr(owner, name, value)
+            monkeypatch.setattr(state, "fsdp_plugin", None, raising=False)
 
     trainer.callback_handler.callbacks.insert(0, Changes())
     with pytest.raises(ValueError, match=f"^DiLoCo cannot train with {message}"):
