@@ -32,7 +32,7 @@ from composer_jobs import (
     train_and_save,
     trainer_of,
 )
-from run_events import events_of, result_of, syncs_of
+from run_events import events_of, result_of
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
@@ -265,16 +265,6 @@ def test_a_run_whose_end_is_put_off_goes_on_as_if_it_had_never_ended(tmp_path):
     for (one, its), (other, theirs) in zip(whole, simulate(replica, num_replicas=2), strict=True):
         assert one.result["global_digest"] == other.result["global_digest"]
         assert its.state.timestamp.batch == theirs.state.timestamp.batch == 13
-
-
-def test_a_resumed_group_ends_the_turn_that_it_was_saved_in_if_a_round_is_a_time(tmp_path):
-    # The first turn has one step, the others the five that are allowed: syncs after 1, 6, 11, 12.
-    diloco = {"sync_every": 5, "round_seconds": 600.0}
-    train_and_save(tmp_path, diloco=diloco, num_replicas=1, max_duration="3ba")
-    own, path = diloco | {"run_dir": str(tmp_path / "run")}, str(tmp_path / "0" / "ba3.pt")
-    simulate(lambda sim: fit(sim, diloco=own, load_path=path, max_duration="12ba"), num_replicas=1)
-    syncs = syncs_of(tmp_path / "run" / "replica_0")
-    assert [sync["inner_steps"] for sync in syncs] == [6, 11, 12]
 
 
 def ours_in(path):

@@ -7,10 +7,8 @@ tensor that two ranks cannot share equally makes their shards unequal.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,20 +29,13 @@ def sharded(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def start_rank(
-    process: Group, folder: str, build: type[TinyMLP] = TinyMLP
-) -> tuple[Group, torch.nn.Module, torch.optim.Optimizer]:
-    """One rank of a group, with its shards of a model."""
-    group = process.of_rank(folder, RANKS)
-    model = sharded(build(seed=10 * group.replica_id, width=15))
-    return group, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
     if process.replica_id // RANKS == 2:
         # It joins two others in training, and each of its ranks has another donor.
         process.signal.wait(60)
-    group, model, inner = start_rank(process, folder, Buffered)
+    group = process.of_rank(folder, RANKS)
+    model = sharded(Buffered(seed=10 * group.replica_id, width=15))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen = []
     with group.training(model, inner=inner, outer=None, num_replicas=2) as run:
         diloco, manager = run.diloco, run.manager
@@ -121,57 +112,3 @@ def test_muon_trains_whole_matrices_of_which_each_rank_has_a_shard(tmp_path: Pat
         torch.testing.assert_close(
             torch.tensor(found), expected.detach().flatten(), rtol=0, atol=1e-6
         )
-
-
-ALL_SICK, ONE_SICK = 7, 3
-"""Inner steps, from 0, before which a value of rank 1's shard becomes infinite: in all groups, or
-in group 0 alone. Every second step is followed by a sync."""
-
-
-def train_with_a_sick_shard(process: Group, folder: str) -> list[dict[str, Any]]:
-    group, model, inner = start_rank(process, folder)
-    number, seen = group.replica_id, []
-    with group.training(model, inner=inner, outer=None) as run:
-        run.diloco.pop_finished_syncs()
-        for step in range(12):
-            inner.zero_grad()
-            mse(model, *batch(number, step)).backward()
-            is_sick = step == ALL_SICK or (step == ONE_SICK and number == 0)
-            if is_sick and dist.get_rank() == 1:
-                with torch.no_grad():
-                    model.layers[2].weight.to_local()[0] = float("inf")
-            inner.step()
-            for report in run.diloco.pop_finished_syncs():
-                seen.append(
-                    {
-                        "outer_step": report.outer_step,
-                        "contribution": report.contribution,
-                        "total": report.total_contribution,
-                        "lost": report.steps_lost,
-                        "norm": report.pseudo_gradient_norm,
-                        "momentum": report.outer_momentum_norm,
-                        "digest": report.global_digest,
-                        "model": _digest_of_all(model),
-                        "is_fresh": not inner.state,
-                    }
-                )
-    return seen
-
-
-def test_one_infinite_shard_makes_the_whole_group_contribute_nothing_and_recover(tmp_path: Path):
-    ranks = run_groups(train_with_a_sick_shard, 2 * RANKS, folder=str(tmp_path))
-    for group in (0, 1):
-        assert ranks[RANKS * group] == ranks[RANKS * group + 1]
-    sick, healthy = ranks[0], ranks[RANKS]
-    assert [line["outer_step"] for line in sick] == [1, 2, 3, 3, 4, 5]
-    assert [line["contribution"] for line in sick] == [1, 0, 1, 0, 1, 1]
-    assert [line["contribution"] for line in healthy] == [1, 1, 1, 0, 1, 1]
-    assert [line["total"] for line in sick] == [2, 1, 2, 0, 2, 2]
-    assert [line["lost"] for line in sick] == [0, 2, 0, 2, 0, 0]
-    assert [line["lost"] for line in healthy] == [0, 0, 0, 2, 0, 0]
-    assert [math.isinf(line["norm"]) for line in sick] == [line["lost"] > 0 for line in sick]
-    assert [line["is_fresh"] for line in sick] == [line["lost"] > 0 for line in sick]
-    for key in ("digest", "model", "momentum"):
-        assert [line[key] for line in sick] == [line[key] for line in healthy]
-    digests = [line["digest"] for line in sick]
-    assert digests[2] == digests[3] and len(set(digests)) == 5

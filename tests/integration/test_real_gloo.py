@@ -23,12 +23,11 @@ from common import Constant, TinyMLP, batch, mse, take_step
 from integration.replicas import Group, run_groups
 from torch import nn
 from torch.distributed import AllreduceOptions
-from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
+from torchft.process_group import reconfigure_with_store
 
 from composer_replication import simulate
 from composer_replication.diloco import shards
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.replica import factory as replica
 from composer_replication.replica.process_group import host_store, make_process_group
 
 pytestmark = pytest.mark.integration
@@ -290,27 +289,6 @@ def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up():
 
 
 # ---- traps ----------------------------------------------------------------------------------
-
-
-def start_over_stock_gloo(group: Group) -> str:
-    replica.make_process_group = lambda *_: ProcessGroupGloo()
-    with (
-        pytest.raises(TimeoutError) as caught,
-        group.training(Constant(w=()), start_timeout_s=1.0),
-    ):
-        pass
-    return str(caught.value)
-
-
-@pytest.mark.skipif(
-    hasattr(torch.distributed.ProcessGroupGloo._Options, "global_ranks_in_group"),
-    reason="torchft's own gloo group works from torch 2.8 on",
-)
-def test_stock_gloo_on_torch_2_7_cannot_start_and_says_why():
-    # Every other test here commits over GlooOnTorch27: this one fails when that is needless.
-    [message] = run_groups(start_over_stock_gloo, num_replicas=1)
-    assert "the start did not commit: AttributeError: " in message
-    assert "global_ranks_in_group" in message
 
 
 def drop_a_process_group_that_waits_for_a_thread(group: Group, way: str) -> float:
