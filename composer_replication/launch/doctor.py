@@ -160,7 +160,7 @@ def check_gpu(job: Job) -> Iterator[Row]:
     devices = ", ".join(map(torch.cuda.get_device_name, range(count))) or "none"
     yield OK, "gpu", f"{devices}; backends of this torch: {', '.join(backends)}"
     if "nccl2" in backends:
-        default = "1" if torch.__version__ >= (2, 15) else "0"
+        default = "1" if torch.__version__ >= "2.15" else "0"
         own = "nccl2" if os.environ.get("TORCH_DIST_USE_NCCL2", default) != "0" else "nccl-legacy"
         fix = "TORCH_DIST_USE_NCCL2=0 goes back; between groups it is always nccl-legacy"
         yield OK, "nccl", f"of a group's ranks: {own}; torch 2.15's default is nccl2, {fix}"
