@@ -23,7 +23,7 @@ from composer_replication import ReplicaDataLoader
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.settings import DiLoCoSettings
@@ -91,19 +91,23 @@ def side_by_side(*groups):
 def test_the_others_go_on_when_a_fit_fails_in_a_sync_and_its_process_lives_on(
     lighthouse_addr, caplog, monkeypatch
 ):
-    is_over, failed_at, steps = threading.Event(), [], []
-    pack = FragmentSync._save_grads
+    is_over, failed_at, steps, sick = threading.Event(), [], [], set()
+    pack = WeightedMean.pack
 
-    def broken(fragment):
-        is_second_sync = fragment.unsynced.inner_steps and fragment._state.outer_step == 1
-        if is_second_sync and fragment._manager.member.name.startswith("0:"):
+    def broken(*arguments, **named):
+        if threading.get_ident() in sick:
             raise Broken("in a sync")
-        pack(fragment)
+        pack(*arguments, **named)
 
-    monkeypatch.setattr(FragmentSync, "_save_grads", broken)
+    monkeypatch.setattr(WeightedMean, "pack", broken)
 
     def fails():
-        trainer = trainer_of(diloco(lighthouse_addr, num_replicas=2), max_duration="90ba")
+        def look(state):
+            if state.timestamp.batch == 3:  # the first sync was at 2
+                sick.add(threading.get_ident())
+
+        callback = diloco(lighthouse_addr, num_replicas=2)
+        trainer = trainer_of(callback, Each(look), max_duration="90ba")
         with pytest.raises(Broken):
             trainer.fit()
         failed_at.append(time.monotonic())
