@@ -1,13 +1,9 @@
 """Small models and replicas for the tests. Inner steps are scripted, so that traces can be read."""
 
-import io
-
 import torch
 from torch import nn
 
-from composer_replication import DiLoCo
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.simulation.simulation import SimulatedReplica
 from composer_replication.training.muon import Muon, is_matrix
 
 
@@ -34,24 +30,6 @@ def plain_sgd(lr=1.0):
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def run_scripted(
-    sim: SimulatedReplica, move, steps, *, value=10.0, outer_optimizer=None, final=False, **settings
-):
-    """Train a scalar by ``move`` a step; the (local, global) values after every step."""
-    model = Constant(value)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    trace = []
-    with DiLoCo(sim.manager, model, inner, outer_optimizer or plain_sgd(), **settings) as diloco:
-        for _ in range(steps):
-            take_step(inner, move)
-            theta = diloco.global_parameters()["weight"]
-            trace.append((round(model.weight.item(), 5), round(theta.item(), 5)))
-        if final:
-            diloco.final_sync()
-            trace.append((round(model.weight.item(), 5), round(theta.item(), 5)))
-    return trace
-
-
 def mean_of(share, groups, weights=(1.0,)):
     """The mean of groups' values as this group has it, with the sums that a network would give."""
     means = [WeightedMean(share, torch.device("cpu")) for _ in groups]
@@ -72,20 +50,6 @@ def muon_by_shape(parameters, **arguments):
         for use_muon in (True, False)
     ]
     return Muon(groups, **arguments)
-
-
-def save(diloco, model):
-    """Return a checkpoint of a DiLoCo and its model, as bytes."""
-    file = io.BytesIO()
-    torch.save([diloco.state_dict(), model.state_dict()], file)
-    return file.getvalue()
-
-
-def load(saved, diloco, model):
-    """Continue from what ``save`` returned."""
-    state, weights = torch.load(io.BytesIO(saved), weights_only=True)
-    model.load_state_dict(weights)
-    diloco.load_state_dict(state)
 
 
 class TinyMLP(nn.Module):

@@ -18,10 +18,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.alone]
 HANG_STATUS = 1
 
 BEGIN = """
-import logging, sys, time
+import logging, time
+from composer_replication.diloco.hang_watch import HangWatch, SyncClock
 logging.basicConfig()
-from composer_replication.diloco.hang_watch import HangWatch
-from composer_replication.diloco.hang_watch import SyncClock
 def wait_in_vain(seconds):
     time.sleep(seconds)
 watch = HangWatch(0.5)

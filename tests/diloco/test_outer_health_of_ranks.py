@@ -5,16 +5,17 @@ are simulated, as threads in each process that have a process group of their own
 """
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import TinyMLP, batch, mse
+from common import TinyMLP
 from integration.replicas import run_groups
+from promises.groups import Group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from composer_replication import DiLoCo
 from composer_replication.diloco import shards
 from composer_replication.simulation.simulation import simulate
 
@@ -31,7 +32,7 @@ CASES = {
         "fragment_update_alpha": 0.5,
     },
     "int8": {"sync_every": 4, "wire_format": "int8"},  # its blocks lie otherwise in shares
-    "another optimizer": {"sync_every": 4, "outer_optimizer": torch.optim.Adam},
+    "another optimizer": {"sync_every": 4, "outer": torch.optim.Adam},
 }
 
 
@@ -40,23 +41,14 @@ def train(settings, groups_of_ranks=None, meshes=None):
 
     def replica(sim):
         model = TinyMLP(width=15)  # its tensors are not divisible by the ranks
-        ranks = None
-        if groups_of_ranks is not None:
-            ranks = groups_of_ranks[sim.replica_id]
+        ranks = None if groups_of_ranks is None else groups_of_ranks[sim.replica_id]
         if meshes is not None:
             for layer in (*model.layers[::2], model):
                 fully_shard(layer, mesh=meshes[sim.replica_id])
-        inner = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        with DiLoCo(sim.manager, model, inner, ranks=ranks, **settings) as diloco:
-            for step in range(16):
-                inner.zero_grad()
-                loss = mse(model, *batch(sim.replica_id, step))
-                loss.backward()
-                inner.step()
-            return [
-                [getattr(report, name) for name in COSINES]
-                for report in diloco.pop_finished_syncs()
-            ]
+        inner = partial(torch.optim.AdamW, lr=1e-2, foreach=False)
+        with Group(sim, model, inner=inner, ranks=ranks, **settings) as group:
+            group.learn(0, 16)
+            return group.of_reports(*COSINES)
 
     one, other = simulate(replica, num_replicas=GROUPS)
     assert one == other
@@ -73,7 +65,7 @@ def one_rank(process, folder):
     for name, settings in CASES.items():
         alone, tolerance = train(settings), 1e-2 if name == "int8" else 1e-5
         assert len(alone) == 4
-        assert all(value is not None for value in alone[-1]) or "outer_optimizer" in settings
+        assert all(value is not None for value in alone[-1]) or "outer" in settings
         for ranks in (train(settings, groups), train(settings, groups, meshes)):
             for mine, theirs in zip(alone, ranks, strict=True):
                 assert mine == pytest.approx(theirs, abs=tolerance), name

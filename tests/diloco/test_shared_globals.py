@@ -4,18 +4,17 @@ Run: pytest tests/diloco/test_shared_globals.py. Four real processes of a group 
 other groups there are none.
 """
 
+import copy
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from common import take_step
 from integration.replicas import run_groups
+from promises.groups import STREAMING, Group, run
 from torch import nn
 
-from composer_replication import DiLoCo
 from composer_replication.diloco import hang_watch, shards
-from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
 
 pytestmark = pytest.mark.integration
@@ -23,12 +22,7 @@ pytestmark = pytest.mark.integration
 RANKS = 4
 CASES = {
     "vanilla": {"sync_every": 2},
-    "streaming": {
-        "sync_every": 4,
-        "num_fragments": 2,
-        "fragment_sync_delay": 1,
-        "fragment_update_alpha": 0.5,
-    },
+    "streaming": {"sync_every": 4, "num_fragments": 2, **STREAMING},
 }
 
 
@@ -50,27 +44,18 @@ class Model(nn.Module):
 def train(ranks, settings, outer=None, state=None, steps=9):
     """What a group of one process, or this rank of several, holds in the end."""
 
-    def replica(sim):
-        model = Model()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        buffers = "mean" if settings["sync_every"] == 2 else "none"
-        diloco = DiLoCo(
-            sim.manager, model, inner, outer, ranks=ranks, sync_buffers=buffers, **settings
-        )
-        if state is not None:
-            model.load_state_dict(state[0])
-            diloco.load_state_dict(state[1])
-        with diloco:
-            for step in range(steps):
-                take_step(inner, 0.01 * (step + 1))
-            local = {name: t.clone() for name, t in model.state_dict().items()}
-            saved, at_rest = diloco.state_dict(), bytes_held(diloco)
-            digest = diloco.global_digest()
-            diloco.final_sync()
-        globals_ = {name: t.clone() for name, t in diloco.global_parameters().items()}
-        return (local, saved), digest, globals_, at_rest
+    def replica(group):
+        group.step(*(0.01 * (step + 1) for step in range(steps)))
+        local = {name: t.clone() for name, t in group.model.state_dict().items()}
+        saved, at_rest = group.save(), bytes_held(group.diloco)
+        digest = group.diloco.global_digest()
+        group.end()
+        globals_ = {name: t.clone() for name, t in group.diloco.global_parameters().items()}
+        return saved, local, digest, globals_, at_rest
 
-    return simulate(replica, num_replicas=1)[0]
+    buffers = "mean" if settings["sync_every"] == 2 else "none"
+    settings = {"model": Model, "outer": outer, "ranks": ranks, "sync_buffers": buffers} | settings
+    return run(1, replica, saved=state, **settings)[0]
 
 
 def adam(parameters):
@@ -104,19 +89,21 @@ def one_rank(process, folder):
     rank, world = dist.get_rank(), dist.group.WORLD
     num_parameters = sum(p.numel() for p in Model().parameters())
     for name, settings in CASES.items():
-        alone, shared = train(None, settings), train(world, settings)
-        assert are_equal(shared[:3], alone[:3]), name
-        assert alone[3] >= 8 * num_parameters
-        assert shared[3] <= 1.02 * 8 / RANKS * num_parameters + 1000, name
+        (of_one, *alone, held), (of_four, *shared, share) = (
+            train(ranks, settings) for ranks in (None, world)
+        )
+        assert are_equal(shared, alone), name
+        assert held >= 8 * num_parameters
+        assert share <= 1.02 * 8 / RANKS * num_parameters + 1000, name
         # In mid-round, from the state of one rank to four, and from that of four to one.
         ends = [
-            train(world, settings, None, alone[0], 7),
-            train(None, settings, None, shared[0], 7),
+            train(world, settings, None, of_one, 7)[1:4],
+            train(None, settings, None, of_four, 7)[1:4],
         ]
-        assert are_equal(ends[0][:3], ends[1][:3]), name
+        assert are_equal(*ends), name
     # What may look at a whole tensor is given whole ones, on every rank.
-    alone, shared = train(None, CASES["vanilla"], adam), train(world, CASES["vanilla"], adam)
-    assert are_equal(shared[:3], alone[:3]) and shared[3] == alone[3]
+    of_one, of_four = (train(ranks, CASES["vanilla"], adam)[1:] for ranks in (None, world))
+    assert are_equal(of_one, of_four)
     keep_step(rank, world)
     heal_together(rank, world)
     ask_alone(rank, world)
@@ -134,78 +121,72 @@ def keep_step(rank, world):
     clock = Clock()
     hang_watch.time, real = clock, hang_watch.time
 
-    def replica(sim):
-        model = Model()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        settings = {"sync_every": 10, "round_seconds": 7.0, "ranks": world}
-        lengths = []
-        with DiLoCo(sim.manager, model, inner, nesterov_sgd(), **settings) as diloco:
-            while len(lengths) < 3:
-                clock.now += 1.0 + 0.2 * rank  # 1.3 s in the mean: 5.4 steps in 7 s
-                take_step(inner, 0.1)
-                lengths += [report.sync_every for report in diloco.pop_finished_syncs()]
-        return lengths
+    def replica(group):
+        while len(group.reports) < 3:
+            clock.now += 1.0 + 0.2 * rank  # 1.3 s in the mean: 5.4 steps in 7 s
+            group.step(0.1)
+        return group.of_reports("sync_every")
 
-    assert simulate(replica, num_replicas=1) == [[5, 5, 5]]
+    settings = {"model": Model, "sync_every": 10, "round_seconds": 7.0, "ranks": world}
+    assert run(1, replica, **settings) == [[5, 5, 5]]
     hang_watch.time = real
 
 
 def heal_together(rank, world):
     """A group that is left behind heals as one of a single rank does, once all ranks have."""
 
-    def run(ranks, outer=None, fails=None):
+    def healed(ranks, outer=None, fails=None):
         def replica(sim):
-            model = Model()
-            inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            with DiLoCo(sim.manager, model, inner, outer, 2, ranks=ranks) as diloco:
-                for step in range(3):  # a round, and one inner step of the next
-                    take_step(inner, 0.01 * (step + 1))
-                theirs = diloco._state.state_dict()
+            register, functions = sim.manager.register_state_dict_fn, []
+
+            def registering(key, load, save):
+                functions.extend((load, save))
+                register(key, load, save)
+
+            sim.manager.register_state_dict_fn = registering
+            with Group(sim, Model, outer, sync_every=2, ranks=ranks) as group:
+                group.step(0.01, 0.02, 0.03)  # a round, and one inner step of the next
+                heal, save = functions
+                theirs = copy.deepcopy(save())
                 theirs["outer_step"] += 2
                 for fragment in theirs["fragments"]:
                     for theta in fragment["theta"].values():
-                        theta.add_(0.5 if theta.is_floating_point() else 3)
+                        theta.detach().add_(0.5 if theta.is_floating_point() else 3)
                 start_quorum, quorums = sim.manager.start_quorum, []
 
                 def start_and_heal():
                     start_quorum()
                     quorums.append(1)
                     if fails is None or (rank == fails) == (len(quorums) == 2):
-                        diloco._outer._heal(theirs)
+                        heal(theirs)
                     if fails is not None and len(quorums) == 1:  # so the group votes no
                         sim.manager.report_error(ConnectionError("a rank has not healed"))
 
                 sim.manager.start_quorum = start_and_heal
-                take_step(inner, 0.04)
-                reports = diloco.pop_finished_syncs()
-                counts = [(r.outer_step, r.contribution, r.steps_lost) for r in reports]
-                return counts, diloco.global_digest()
+                group.step(0.04)
+                counts = group.of_reports("outer_step", "contribution", "steps_lost")
+                return counts, group.diloco.global_digest()
 
         return simulate(replica, num_replicas=1)[0]
 
     for outer in (None, adam):
-        healed = run(world, outer)
-        assert healed == run(None, outer) and healed[0] == [(1, 1, 0), (3, 0, 2)]
-        assert run(world, outer, fails=2) == healed, "one rank heals a quorum later"
+        found = healed(world, outer)
+        assert found == healed(None, outer) and found[0] == [(1, 1, 0), (3, 0, 2)]
+        assert healed(world, outer, fails=2) == found, "one rank heals a quorum later"
 
 
 def ask_alone(rank, world):
     """A rank that asks for global parameters alone is told so, and the others go on."""
     shards.TIMEOUT = timedelta(seconds=1)
 
-    def replica(sim):
-        model = Model()
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        diloco = DiLoCo(sim.manager, model, inner, nesterov_sgd(), 2, ranks=world)
-        with diloco:
-            if rank == 0:
-                with pytest.raises(RuntimeError, match=r"rank 0 .* asked .* on all ranks"):
-                    diloco.global_digest()
-            for _ in range(4):
-                take_step(inner, 0.1)
-            return diloco.outer_step
+    def replica(group):
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"rank 0 .* asked .* on all ranks"):
+                group.diloco.global_digest()
+        group.step(*[0.1] * 4)
+        return group.diloco.outer_step
 
-    assert simulate(replica, num_replicas=1) == [2]
+    assert run(1, replica, model=Model, sync_every=2, ranks=world) == [2]
 
 
 def test_shares_of_four_ranks_are_together_what_one_rank_holds(tmp_path):

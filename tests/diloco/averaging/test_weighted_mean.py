@@ -62,17 +62,6 @@ def test_mixed_dtypes_are_averaged_in_fp32():
     assert results[0][1].item() == -4.00390625
 
 
-def test_a_tensor_without_dimensions_takes_part():
-    results, _ = average([[torch.tensor(1.0)], [torch.tensor(4.0)]], [1.0, 1.0])
-    assert results[0][0].shape == () and results[0][0].item() == 2.5
-
-
-def test_weights_travel_with_the_message():
-    results, totals = average([[torch.tensor([1.0])], [torch.tensor([3.0])]], [1.0, 3.0])
-    assert results[0][0].item() == results[1][0].item() == 2.5
-    assert totals == [4.0, 4.0]
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_group_whose_values_are_not_finite_has_no_weight(bad):
     groups = [[torch.tensor([1.0, 2.0])], [torch.tensor([5.0, bad])]]
