@@ -178,7 +178,7 @@ def result_of(run: Run) -> list[tuple[str, str]]:
     if len(cosines) == cosines.maxlen:
         rows.append(("outer loop", _verdict(*map(mean, zip(*cosines, strict=True)))))
     came_back = {id: group.num_starts - 1 for id, group in run.groups.items()}
-    each = ", ".join(f"group {id} {plural(n, 'time')}" for id, n in came_back.items() if n > 0)
+    each = ", ".join(f"group {id} ({plural(n, 'time')})" for id, n in came_back.items() if n > 0)
     if each:
         rows.append(("lost and came back", each))
     return rows

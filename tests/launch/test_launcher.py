@@ -204,7 +204,7 @@ def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_pat
     assert [replica["restarts"] for replica in summary["replicas"]] == [0, 1]
     assert (tmp_path / "run" / "replica_1" / "lives").read_text() == "xx"
     said = capsys.readouterr().out
-    assert "lost and came back      group 1 1 time" in said
+    assert "lost and came back      group 1 (1 time)" in said
     assert "group 1 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)\n" in said
     assert alive(pids_of(tmp_path)) == []
 

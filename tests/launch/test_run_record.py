@@ -76,7 +76,7 @@ def test_the_result_comes_first_in_the_text(tmp_path):
         ("sent by each group",
          "64 kB in 8 syncs; data parallel: 640 kB in 40 inner steps (10 times as much)"),
         ("global parameters", "equal in 2 groups after 8 outer steps: abababab"),
-        ("lost and came back", "group 1 1 time"),
+        ("lost and came back", "group 1 (1 time)"),
     ]  # fmt: skip
 
 
