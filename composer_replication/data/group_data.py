@@ -257,8 +257,7 @@ class LeasedData(GroupData):
 
         Between epochs a group continues at once; if samples of an earlier epoch come back, it
         trains on them later. In the last epoch it waits until all samples are in the model:
-        otherwise the samples of a group that dies after the others have ended would be trained by
-        none.
+        otherwise no group would train on the samples of one that dies after the others have ended.
         """
         while True:
             with self._diloco.hang_watch.waiting_for_others():  # the coordinator may be away

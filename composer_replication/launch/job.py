@@ -40,7 +40,7 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the launcher knows about the groups that it runs, which is not what they train.
+    """What the launcher knows about the groups that it runs; not what they train.
 
     Attributes:
         config: What becomes the run folder's ``config.yaml``. The launcher reads ``run_dir``,
