@@ -57,24 +57,24 @@ class WeightedMean:
     takes part and changes nothing.
 
     The sum is an allreduce of fp32 numbers; ``QuantizedMean`` has the other wire formats. What has
-    arrived is held against what the groups say about themselves (``doubt``). After a doubt the
-    groups gather each other's messages, and sum those that are sound (``find_unsound``).
+    arrived is checked against the groups' metrics (``doubt``). After a doubt the groups gather each
+    other's messages, and sum those that are sound (``find_unsound``).
 
     Args:
-        share: Of the tensors, in the order that all groups share: what this rank sends.
+        share: What this rank sends of the tensors, which have the same order in all groups.
         device: Where the messages live.
         gathers: Whether every rank of the group gets the whole mean, or only that of its share.
     """
 
     def __init__(self, share: Shards, device: torch.device, gathers: bool = True) -> None:
         self.share, self.device, self.gathers = share, device, gathers
-        # One kernel a tensor on an accelerator, whose launch takes longer than a chunk.
+        # On an accelerator one kernel a tensor: a launch takes longer than a chunk's arithmetic.
         self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
         self._sums: Tensor | None = None
         self._squares: list[Tensor] = []
-        """Of the norms of the messages that have arrived."""
+        """The squared norms of the messages that have arrived."""
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
         2 (k - 1) / k of it to the others: with two, that is all of it."""
@@ -83,7 +83,7 @@ class WeightedMean:
         self.is_left_out = self.is_gathered = False
         self.total = 0.0
         self.divisor = 0.0
-        """What the sums are of: this times the mean."""
+        """The sums are this number times the mean."""
 
     @torch.no_grad()
     def pack(
@@ -96,14 +96,14 @@ class WeightedMean:
     ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
-        ``norm`` then holds the L2 norm of the values, not finite if one of them is not, and
-        ``sent_norm`` that of what is sent of them, without the weight.
+        ``norm`` is then the L2 norm of the values, not finite if one of them is not, and
+        ``sent_norm`` that of what is sent for them, without the weight.
 
         Args:
             write: Called with a 1-D part of a tensor of each source, and last with the 1-D fp32
                 tensor that it writes their values into.
-            sources: Of what: each gives this rank's part of every tensor, 1-D, as ``share.own``
-                cuts it.
+            sources: The tensors: each source yields this rank's part of every tensor, 1-D, as
+                ``share.own`` cuts it.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
@@ -131,7 +131,9 @@ class WeightedMean:
         self.is_left_out = self.is_gathered = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
+            # Not multiplied by 0: 0 * nan is nan, and would reach all groups.
             own.zero_()
+        # Padding: what an earlier sync has left there would be summed.
         to_send[start:] = 0.0
         weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
         self.messages, self._sums = [*to_send.split(self.share.bucket), weight], flat
@@ -155,7 +157,7 @@ class WeightedMean:
     # What has arrived, before the vote.
 
     SLACK = 1.05
-    """How much longer than its parts a mean may be: norms are rounded."""
+    """A mean may be so many times as long as its parts, because norms are rounded."""
     _is_weighted = True
     """Whether the contribution is in the values that are sent, or beside them."""
 
@@ -165,13 +167,13 @@ class WeightedMean:
         return total, float(torch.stack(self._squares).sum().sqrt()) / total if total else 0.0
 
     def doubt(self, vitals: Collection[Vitals]) -> str:
-        """What is wrong with the mean that has arrived; empty if nothing is.
+        """Return what is wrong with the mean that has arrived; empty if nothing is.
 
-        A mean is at most as long as the mean of what its groups have sent. All groups have received
-        the same, so they come to one conclusion.
+        A mean is at most as long as the weighted mean of the norms that its groups have sent. All
+        groups have received the same, so they come to the same conclusion.
 
         Args:
-            vitals: What the groups say about themselves.
+            vitals: The metrics of the groups in the sync.
         """
         expected = sum(group.contribution for group in vitals)
         total, norm = self._arrived()
@@ -185,11 +187,11 @@ class WeightedMean:
     def find_unsound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> set[int]:
         """Gather the messages of all groups, and find those that are not what their group says.
 
-        It takes a message at a time, so that it needs memory for one of each group.
+        It gathers one message at a time, so it needs memory for one of each group.
 
         Args:
             manager: The torchft manager, or its simulated double.
-            vitals: What the groups say about themselves, by rank, if that is sound.
+            vitals: The metrics of the groups whose rows are valid, by rank in the quorum.
 
         Returns:
             The ranks whose messages are not finite, too long, or of another weight.
@@ -208,7 +210,7 @@ class WeightedMean:
         return {n for n, fits in enumerate(sound) if not (fits and said.get(n) == weights[n])}
 
     def sum_sound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> None:
-        """Gather the messages once more, and sum those of these ranks."""
+        """Gather the messages again, and sum those of these ranks."""
         for message in self.messages[:-1]:
             parts = self._gather_message(manager, message)
             message.zero_()
@@ -231,7 +233,7 @@ class WeightedMean:
     @property
     def is_finite(self) -> bool:
         """Whether all values of the last ``pack`` were finite."""
-        # The norm of finite values overflows only past 1e19, where no training is left to save.
+        # The norm of finite values overflows only past 1e19: such a training has diverged anyhow.
         return self.norm < math.inf and self.sent_norm < math.inf
 
     def finish(self) -> float:
@@ -251,7 +253,7 @@ class WeightedMean:
 
     @property
     def flat(self) -> Tensor:
-        """The memory of all ranks' shares, in which this rank's are the sums."""
+        """The memory of all ranks' shares. This rank's share has the sums."""
         assert self._sums is not None, "it has been packed"
         return self._sums
 
@@ -263,7 +265,7 @@ class WeightedMean:
         return self._own[: sum(self.share.sizes)].split(self.share.sizes)
 
     def unpack(self) -> Iterator[Tensor]:
-        """The mean of each tensor, 1-D fp32; once, in place."""
+        """Divide in place, and yield the mean of each tensor, 1-D fp32. Call it once."""
         return (each.div_(self.divisor) for each in self.sums())
 
     # The residual of the error feedback: none here, since fp32 numbers are not rounded.
@@ -290,5 +292,5 @@ class WeightedMean:
         self.messages, self._sums = [], None
 
     def abandon(self) -> None:
-        """Forget what was sent, while connections that are about to close may still use it."""
+        """Drop what was sent: connections that are about to close may still write to its memory."""
         self.messages, self._sums = [], None
