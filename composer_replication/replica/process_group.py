@@ -52,7 +52,7 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
     """
 
     def abort(self, errored: bool = True) -> None:
-        """Give up the connections, and wait for nothing.
+        """Drop the connections, without a wait for their collectives.
 
         The end of a gloo group waits for the collectives that are under way in it, for up to its
         timeout. On the calling thread that would delay the next quorum, and all groups with it. So
@@ -60,9 +60,9 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
         """
         backends = [self._pg and self._pg._get_backend(torch.device("cpu"))]
         # torch before 2.8 destroys a group with the interpreter lock held, and its backend without
-        # it (pytorch pull request 154976). So the backend goes last: else a thread of the backend
-        # that needs the lock, to drop a Python callback, would hang the process for ever. That
-        # happened once in some 300 changes of the quorum.
+        # it (pytorch pull request 154976). So the backend goes last: otherwise a thread of the
+        # backend that needs the lock, to drop a Python callback, would hang the process for ever.
+        # That happened once in some 300 changes of the quorum.
         super().abort(errored=errored)
         Thread(target=backends.clear, name="end_of_gloo", daemon=True).start()
 
@@ -131,14 +131,14 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
 
 
 def check_is_torchft_s(group: TorchProcessGroup) -> None:
-    """Refuse a process group of torch's own, whose handle is not torchft's.
+    """Refuse a process group of torch itself, whose handle is not torchft's.
 
     torchft's Manager takes them since torch 2.14 (``enable_reconfigure=True``). Their handles are
     not JSON, where ours tell the peers under which host a group is reached, and where members of a
     quorum report to each other.
 
     Raises:
-        ValueError: It is one.
+        ValueError: It is a process group of torch itself.
     """
     if not isinstance(group, ProcessGroup):
         raise ValueError(

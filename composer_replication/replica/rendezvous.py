@@ -35,13 +35,13 @@ def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float)
 
 
 class Rendezvous:
-    """A round of answers at the notice boards: does every member of this quorum connect?
+    """Lets the members of a quorum agree that all of them connect, by notices.
 
     gloo waits for ``timeout`` if one member does not connect, for example because it cannot reach
     another one. So each member posts on the first member's board that it is going to connect, and
     waits until all have done so. A member that cannot connect posts that on every board that it
-    reaches, and each reader passes it on to the others. So all members learn it at once, even if
-    the board that one of them cannot reach is the first member's.
+    reaches, and each reader passes it on. So all members learn it at once, even if one of them
+    cannot reach the first member's board.
 
     Args:
         boards: The notices of each member, by the lighthouse's name of the member, in the order of
@@ -74,7 +74,7 @@ class Rendezvous:
                 try:
                     board.post(self._declined, declining or self._own_name)
                 except OSError:
-                    continue  # that member has gone meanwhile
+                    continue  # that member has left meanwhile
 
     def wait_for_all(self) -> None:
         """Post that this member connects, and wait until all members have posted the same.
@@ -89,7 +89,7 @@ class Rendezvous:
         while True:
             answers = first.read([*self._answers.values(), self._declined])
             declining = answers.get(self._declined)
-            if declining is None:  # it may be unable to reach the first member's board
+            if declining is None:  # the declining member may not reach the first member's board
                 declining = own.read([self._declined]).get(self._declined)
             if declining is not None:
                 self.decline((), declining)
@@ -137,7 +137,7 @@ class SyncAlarm:
     def _poll(self) -> None:
         while not self._closed.wait(self.POLL_S) and self._raised_at is None:
             if time.monotonic() - self._asked_at > 4 * self.POLL_S:
-                continue  # nobody waits for a collective, so a training group sends no requests
+                continue  # no thread waits for a collective: a group in training sends no requests
             try:
                 is_raised = bool(self._notices.read([self._key]))
             except OSError as error:
@@ -146,8 +146,8 @@ class SyncAlarm:
             if is_raised:
                 self._note()
 
-    # ``_raised_at`` needs no lock: it changes once, from None to a number, and whichever thread
-    # comes first, all of them see an alarm.
+    # ``_raised_at`` needs no lock: it changes once, from None to a number. If two threads set it at
+    # the same time, both see an alarm.
 
     def _note(self) -> None:
         if self._raised_at is None:
@@ -169,7 +169,7 @@ class SyncAlarm:
     def age_s(self) -> float | None:
         """How long ago the alarm was raised, in seconds; None if it has not been raised.
 
-        The board is read only while this method is called again and again.
+        The board is read only while somebody calls this method repeatedly.
         """
         self._asked_at = time.monotonic()
         return None if self._raised_at is None else self._asked_at - self._raised_at
