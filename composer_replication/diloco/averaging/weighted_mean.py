@@ -76,8 +76,8 @@ class WeightedMean:
         self._squares: list[Tensor] = []
         """The squared norms of the messages that have arrived."""
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
-        """Of this rank's messages, as they travel and as they would in fp32. Of k groups each sends
-        2 (k - 1) / k of it to the others: with two, that is all of it."""
+        """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
+        sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
         self.norm = self.sent_norm = 0.0
         self.contribution = 0.0
         self.is_left_out = self.is_gathered = False
