@@ -6,14 +6,13 @@ So a digest depends on the package alone, and on no processor's order of summati
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from promises.groups import Group
 from torch import Tensor, nn
 
-from composer_replication import DiLoCo
 from composer_replication.simulation.simulation import Fault, SimulatedReplica, simulate
 
 STEPS = 20
@@ -71,44 +70,44 @@ def scripted_step(model: Scripted, inner: torch.optim.Optimizer, group: int, ste
     inner.step()
 
 
-def build(manager: Any, settings: dict[str, Any]) -> tuple[Scripted, Any, DiLoCo]:
-    """A model, its inner optimizer and DiLoCo, with ``sync_every`` 6 unless the settings differ."""
+def build(sim: SimulatedReplica, settings: dict[str, Any], saved: bytes | None = None) -> Group:
+    """A group with ``sync_every`` 6 unless the settings differ."""
     settings = dict(settings)
     model = Scripted(settings.pop("dtype", torch.float32))
     if settings.pop("counts", False):
         model.register_buffer("count", model.get_buffer("count"))  # part of the model's state
     for name in settings.pop("frozen", ()):
         model.get_parameter(name).requires_grad_(False)
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
     outer = settings.pop("outer_optimizer", None)
     defaults = {"sync_every": 6, "sync_buffers": "none"}
     if outer is None:
         defaults |= {"outer_lr": 0.7, "outer_momentum": 0.9}
-    return model, inner, DiLoCo(manager, model, inner, outer, **{**defaults, **settings})
+    return Group(sim, model, outer, saved=saved, **defaults | settings)
 
 
 def train(
     sim: SimulatedReplica,
     *,
-    steps: int = STEPS,
+    steps: Sequence[int] = range(STEPS),
     own: Sequence[dict[str, Any]] = (),
-    before_step: Callable[[int, Scripted, DiLoCo, int], None] | None = None,
+    saved: bytes | None = None,
+    before_step: Callable[[Group, int], None] | None = None,
     **settings: Any,
-) -> tuple[str, int]:
-    """Train one group, and return the digest and the number of outer steps at the end."""
-    group = sim.replica_id
+) -> tuple[str, int] | bytes:
+    """Train one group: the digest and the number of outer steps at the end, or a checkpoint."""
     if own:
-        settings |= own[group]
-    model, inner, diloco = build(sim.manager, settings)
-    with diloco:
-        for step in range(steps):
+        settings |= own[sim.replica_id]
+    with build(sim, settings, saved) as group:
+        for step in steps:
             if before_step is not None:
-                before_step(group, model, diloco, step)
-            diloco.count_samples(SAMPLES[group])
-            diloco.count_tokens(3 * SAMPLES[group])
-            scripted_step(model, inner, group, step)
-        diloco.final_sync()
-        return diloco.global_digest(), diloco.outer_step
+                before_step(group, step)
+            group.diloco.count_samples(SAMPLES[group.id])
+            group.diloco.count_tokens(3 * SAMPLES[group.id])
+            scripted_step(group.model, group.inner, group.id, step)
+        if steps[-1] < STEPS - 1:
+            return group.save()
+        group.end()
+        return group.diloco.global_digest(), group.diloco.outer_step
 
 
 def simulated(k: int, *faults: Fault, **settings: Any) -> Callable[[], tuple[str, int]]:
@@ -126,61 +125,45 @@ def simulated(k: int, *faults: Fault, **settings: Any) -> Callable[[], tuple[str
 def resumed(at: int, **settings: Any) -> Callable[[], tuple[str, int]]:
     """Two groups that stop after inner step ``at``, and continue from what they have saved."""
 
-    def begin(sim: SimulatedReplica) -> bytes:
-        model, inner, diloco = build(sim.manager, settings)
-        with diloco:
-            for step in range(at):
-                scripted_step(model, inner, sim.replica_id, step)
-            file = io.BytesIO()
-            torch.save([diloco.state_dict(), model.state_dict()], file)
-        return file.getvalue()
-
-    def go_on(sim: SimulatedReplica, saved: bytes) -> tuple[str, int]:
-        model, inner, diloco = build(sim.manager, settings)
-        state, weights = torch.load(io.BytesIO(saved), weights_only=True)
-        model.load_state_dict(weights)
-        diloco.load_state_dict(state)
-        with diloco:
-            for step in range(at, STEPS):
-                scripted_step(model, inner, sim.replica_id, step)
-            diloco.final_sync()
-            return diloco.global_digest(), diloco.outer_step
-
     def run() -> tuple[str, int]:
-        saved = simulate(begin, num_replicas=2)
-        first, second = simulate(lambda sim: go_on(sim, saved[sim.replica_id]), num_replicas=2)
+        saved = simulate(lambda sim: train(sim, steps=range(at), **settings), num_replicas=2)
+        own = [{"saved": each} for each in saved]
+        rest = {"steps": range(at, STEPS), **settings}
+        first, second = simulate(
+            lambda sim: train(sim, **rest, **own[sim.replica_id]), num_replicas=2
+        )
         assert first == second
         return first
 
     return run
 
 
-def freeze(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+def freeze(group: Group, step: int) -> None:
     """Freeze a block in mid-round, as Composer's LayerFreezing does."""
     if step == 8:
-        for parameter in model.blocks[0].parameters():
+        for parameter in group.model.blocks[0].parameters():
             parameter.requires_grad_(False)
 
 
-def be_sick(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+def be_sick(group: Group, step: int) -> None:
     """Group 1 has a parameter that is not finite."""
-    if (group, step) == (1, 9):
-        model.get_parameter("blocks.1.weight").data[0, 0] = float("inf")
+    if (group.id, step) == (1, 9):
+        group.model.get_parameter("blocks.1.weight").data[0, 0] = float("inf")
 
 
-def take_average(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+def take_average(group: Group, step: int) -> None:
     """Replace the local parameters near the end, as Composer's SWA does."""
     if step == STEPS - 1:
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in group.model.parameters():
                 parameter.mul_(0.75)
-        diloco.make_local_global()
+        group.diloco.make_local_global()
 
 
-def fall_idle(group: int, model: Scripted, diloco: DiLoCo, step: int) -> None:
+def fall_idle(group: Group, step: int) -> None:
     """Group 1 has nothing to train on for one sync."""
-    if (group, step) == (1, 9):
-        diloco.sync_idle()
+    if (group.id, step) == (1, 9):
+        group.diloco.sync_idle()
 
 
 def rows(*numbers: tuple[int, float, float]) -> list[dict[str, float]]:
