@@ -181,7 +181,9 @@ def group_of(process: Group, job: Job) -> Group:
     if job.ranks == 1:
         return process
     assert job.folder is not None, "where the ranks meet"
-    group = process.of_rank(str(job.folder), job.ranks)
+    meeting = job.folder / "ranks"
+    meeting.mkdir(exist_ok=True)
+    group = process.of_rank(str(meeting), job.ranks)
     rank = process.replica_id % job.ranks
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
     return group
