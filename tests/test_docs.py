@@ -108,6 +108,15 @@ def test_the_landing_page_and_the_ends_of_pages_name_a_page_by_its_title():
                 assert text == titles[target], f"{page.name} calls {target} {text!r}"
 
 
+def test_the_architecture_names_classes_and_functions_that_exist():
+    text = (DOCS / "architecture.md").read_text()
+    found = re.findall(r"`([\w/]+)\.py`, `(?!\w+\.py`)([\w.]+)`", text)
+    assert len(found) > 20
+    for file, name in found:
+        [path] = (ROOT / "composer_replication").rglob(f"{file}.py")
+        assert resolve_name(f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}:{name}")
+
+
 def num_words(text):
     return len(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split())
 
