@@ -226,7 +226,7 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     console = Console(highlight=False)
     print_settings(console, read_diloco(diloco_section(checked))[0], str(config))
-    with Display(console, LiveRun(run_dir, range(replicas))).follow():
+    with Display(console, LiveRun(run_dir, range(replicas))):
         simulate_replicas(checked, replicas)
     raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))
 

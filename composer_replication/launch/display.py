@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich.console import Console
 from rich.console import Group as Lines
@@ -37,11 +36,12 @@ STYLES = {"good": "", "waiting": "yellow", "bad": "bold red"}
 class Display:
     """Shows the groups: a table on a terminal, else a line an outer step, and what happens.
 
-    Without a terminal there is at most one line in ``LINE_EVERY_S`` seconds.
+    Without a terminal there is at most one line in ``LINE_EVERY_S`` seconds. While the context is
+    open a thread of its own reads what the groups write.
 
     Args:
         console: Where the display is written.
-        run: The run.
+        run: The run. Nobody else may read with it.
     """
 
     def __init__(self, console: Console, run: LiveRun) -> None:
@@ -52,39 +52,28 @@ class Display:
         live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
         self._run = run
-        self._looked_at = time.monotonic()
-        self._line_at = self._looked_at - LINE_EVERY_S
-        self._line_step = 0
+        self._line_at, self._line_step = time.monotonic() - LINE_EVERY_S, 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep_refreshing, daemon=True)
 
     def __enter__(self) -> Display:
         with fence("the table of the groups"):
             if self._live:
                 self._live.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.refresh(is_last=True)
         with fence("the end of the table"):
             if self._live:
                 self._live.stop()
 
-    @contextmanager
-    def follow(self) -> Iterator[None]:
-        """Refresh the display from a thread while the caller's thread is busy."""
-        over = threading.Event()
-
-        def keep_refreshing() -> None:
-            while not over.wait(TABLE_EVERY_S):
-                self.refresh()
-
-        thread = threading.Thread(target=keep_refreshing, daemon=True)
-        with self:
-            thread.start()
-            try:
-                yield
-            finally:
-                over.set()
-                thread.join()
-                self.refresh(is_last=True)
+    def _keep_refreshing(self) -> None:
+        while not self._over.wait(TABLE_EVERY_S if self._live else LOOK_EVERY_S):
+            self.refresh()
 
     @fence("what happens to the groups")
     def say(self, text: str) -> None:
@@ -98,27 +87,18 @@ class Display:
 
     @fence("how the groups are doing")
     def refresh(self, *, is_last: bool = False) -> None:
-        """Show the groups, if the last time was long enough ago.
+        """Show the groups, and what has happened since the last time.
 
         Args:
-            is_last: Whether the run is over. The display is then refreshed in any case.
+            is_last: Whether the run is over.
         """
-        every = TABLE_EVERY_S if self._live else LOOK_EVERY_S
-        if time.monotonic() < self._looked_at + every and not is_last:
-            return
-        self._looked_at = time.monotonic()
         for line in self._run.update():
             self.say(line)
-        self._show(is_last)
-
-    def _show(self, is_last: bool) -> None:
-        step = self._run.outer_steps
+        now, step = time.monotonic(), self._run.outer_steps
         if self._live:
             self._live.update(live_table(self._run, self._console.height), refresh=True)
-        elif is_last or (
-            step > self._line_step and self._looked_at >= self._line_at + LINE_EVERY_S
-        ):
-            self._line_at, self._line_step = self._looked_at, step
+        elif is_last or (step > self._line_step and now >= self._line_at + LINE_EVERY_S):
+            self._line_at, self._line_step = now, step
             self.say(self._run.status_line)
 
 

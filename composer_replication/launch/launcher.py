@@ -38,6 +38,7 @@ from composer_replication.launch.outcome import (
 from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.page_record import RunRecord
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
+from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import (
     MAX_RESTARTS,
     SUPERVISED_HANG_TIMEOUT_S,
@@ -141,10 +142,9 @@ def launch_groups(
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 
-        run = LiveRun(run_dir, range(replicas))
         supervisor = Supervisor(
             groups,
-            run,
+            Run(run_dir, range(replicas)),
             start,
             range(replicas),
             max_restarts,
@@ -153,7 +153,7 @@ def launch_groups(
         )
         for replica_id in range(replicas):
             start(replica_id)
-        display = Display(console, run)
+        display = Display(console, LiveRun(run_dir, range(replicas)))
 
         def show(is_last: bool) -> None:
             if not is_last:  # an end of the run is explained after it
@@ -161,7 +161,6 @@ def launch_groups(
                     display.say(line)
                 if on_poll is not None:
                     on_poll(supervisor)
-            display.refresh(is_last=is_last)
             if text := supervisor.late_start():
                 console.print(text, style="red", markup=False, soft_wrap=True)
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from recorded_groups import recorded, run_of, sync_line, write_group
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from composer_replication.diloco import fence
@@ -68,18 +67,6 @@ def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
             take_step(tmp_path, second // step_s)
         display.refresh()
     assert [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)] == steps
-
-
-def test_the_table_of_a_terminal_is_drawn_several_times_a_second(tmp_path, clock, monkeypatch):
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-    recorded(tmp_path, 2)
-    drawn = []
-    with Display(console, LiveRun(tmp_path, range(2))) as display:
-        monkeypatch.setattr(Live, "update", lambda *shown, **named: drawn.append(named))
-        for _ in range(100):
-            clock.now += 0.1
-            display.refresh()
-    assert 25 <= len(drawn) <= 34 and all(named["refresh"] for named in drawn)
 
 
 def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monkeypatch):

@@ -33,7 +33,7 @@ run_dir = pathlib.Path(sys.argv[1])
 recorded(run_dir, 4)
 write_group(run_dir, 2, trained_at=time.time() - 40)
 display = Display(Console(), LiveRun(run_dir, range(4)))
-with display.follow():
+with display:
     display.say("group 3 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)")
     time.sleep(1)
     print("ready", file=sys.stderr)
