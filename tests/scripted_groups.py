@@ -43,7 +43,7 @@ def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None,
     run = Run(folder, lives)
     supervisor = Supervisor(groups, run, groups.start, list(lives), max_restarts, **more)
 
-    def show(_):
+    def show():
         looks.append({id: record.status for id, record in supervisor.records.items()})
         on_look(groups, looks)
         assert len(looks) < 5_000, "it does not end"

@@ -155,12 +155,11 @@ def launch_groups(
             start(replica_id)
         display = Display(console, LiveRun(run_dir, range(replicas)))
 
-        def show(is_last: bool) -> None:
-            if not is_last:  # an end of the run is explained after it
-                for line in supervisor.new_ends():
-                    display.say(line)
-                if on_poll is not None:
-                    on_poll(supervisor)
+        def show() -> None:
+            for line in supervisor.new_ends():
+                display.say(line)
+            if on_poll is not None:
+                on_poll(supervisor)
             if text := supervisor.late_start():
                 console.print(text, style="red", markup=False, soft_wrap=True)
 

@@ -100,7 +100,7 @@ def run_group(
         start(replica_id)
         record = supervisor.records[replica_id]
 
-        def show(_: bool) -> None:
+        def show() -> None:
             # After a death its own errors say more.
             if not record.deaths and (text := supervisor.late_start()):
                 log.warning("%s", text)
@@ -108,6 +108,7 @@ def run_group(
                 log.warning("Replica group %s", line.removeprefix("group "))
 
         failed = supervisor.watch(show)
+        show()
     status = failed.get(replica_id, INTERRUPTED if interrupts.count else 0)
     return 128 - status if status < 0 else status
 

@@ -121,11 +121,11 @@ class Supervisor:
         self._ends: list[str] = []
         self._join_by = time.monotonic() + self.start_timeout_s
 
-    def watch(self, show: Callable[[bool], None]) -> dict[Any, int]:
+    def watch(self, show: Callable[[], None]) -> dict[Any, int]:
         """Watch the groups until the end.
 
         Args:
-            show: Called all the time, with whether this is the last call.
+            show: Called all the time until the end.
 
         Returns:
             The exit statuses of the groups that failed for good; empty if none did.
@@ -135,10 +135,9 @@ class Supervisor:
             records = self.records.items()
             failed = {id: record.status or 0 for id, record in records if record.end == FAILED}
             have_ended = all(record.end for record in self.records.values())
-            is_last = bool(failed or have_ended or self.groups.interrupts.count)
-            show(is_last)
-            if is_last:
+            if failed or have_ended or self.groups.interrupts.count:
                 return failed
+            show()
             time.sleep(POLL_S)
 
     def begin(self, replica_id: ReplicaId) -> None:
