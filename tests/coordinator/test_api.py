@@ -210,7 +210,7 @@ def test_a_name_is_free_again_when_its_group_has_been_silent_for_long_enough(cli
     assert register(client, "0", "two").status_code == 201
     # The one before has been replaced, and hears of it.
     assert beat(client, "0", "one").status_code == 410
-    # So has the one that leaves.
+    # One that leaves frees its name at once.
     assert client.delete("/v1/replicas/0", params={"session": "two"}).status_code == 200
     assert register(client, "0", "three").status_code == 201
 
