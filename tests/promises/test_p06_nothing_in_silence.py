@@ -1,7 +1,5 @@
 """P6: a sync that fails is logged with its cause, tried again, and raised in the end."""
 
-import warnings
-
 import pytest
 from common import Constant
 from promises.groups import Group, run, traces
@@ -34,14 +32,6 @@ def test_a_delay_with_alpha_0_throws_the_overlapped_steps_away_and_says_so():
     with pytest.warns(UserWarning, match="fragment_update_alpha=0 throws away the 2 inner steps"):
         (seen,) = traces(1, (-1.0,), 8, sync_every=4, **settings)
     assert seen[-1] == (6.0, 6.0)
-
-
-def test_alpha_that_is_not_named_is_one_half_with_a_delay_and_warns_of_nothing():
-    settings = {"sync_every": 4, "fragment_sync_delay": 2}
-    named = traces(1, (-1.0,), 8, fragment_update_alpha=0.5, **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert traces(1, (-1.0,), 8, **settings) == named
 
 
 def test_a_vote_that_fails_in_the_last_sync_ends_with_a_warning(caplog):
