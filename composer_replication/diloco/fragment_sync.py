@@ -303,7 +303,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def forget_local(self) -> None:
         """Send nothing of what this group has trained since the last sync."""
-        self.unsynced.forget()
+        self.unsynced = Unsynced(self._settings.weight_by)
         self.mean.forget_residual()
 
     # ---- what others ask -------------------------------------------------------------------------

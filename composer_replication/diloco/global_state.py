@@ -77,6 +77,10 @@ class GlobalState:
         """
         return self._fragments[0].shards.digest(digest_of(self.parameters()))
 
+    def digest_is_due(self, every: int) -> bool:
+        """Whether the groups compare digests at this outer step, ``every`` so many; 0: never."""
+        return every > 0 and self.outer_step % every == 0
+
     def fragment_digests(self) -> list[str]:
         """SHA-256, in hex, of what this rank holds of each fragment. It is no collective.
 

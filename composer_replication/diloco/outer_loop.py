@@ -68,9 +68,7 @@ class OuterLoop:
         self.manager = manager
         self.state = state
         self._settings = settings
-        self._inner_optimizer = arguments.inner_optimizer
-        self._digest_every = arguments.digest_every
-        self._give_up_after_s = arguments.give_up_after_s
+        self._arguments = arguments
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.fragments: list[FragmentSync] = []
         self.round_length = RoundLength(settings)
@@ -155,9 +153,7 @@ class OuterLoop:
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        retries = SyncRetries(
-            self.manager, self.state, self._settings.max_sync_retries, self._give_up_after_s
-        )
+        retries = SyncRetries(self.manager, self.state, self._arguments)
         while self.in_flight is not None and not self.in_flight.committed:
             present = self.manager.num_participants()
             was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
@@ -227,7 +223,7 @@ class OuterLoop:
         """What a fragment's sync did. Every rank of the group makes it: norms are collectives."""
         mean, globals_, norms = fragment.mean, fragment.globals, fragment.globals.step_norms()
         moved, outer = fragment.total_contribution > 0, globals_.optimizer.param_groups[0]
-        has_digest = self._digest_every > 0 and self.state.outer_step % self._digest_every == 0
+        has_digest = self.state.digest_is_due(self._arguments.digest_every)
         return SyncReport(
             outer_step=self.state.outer_step,
             fragment=fragment.fragment_id,
@@ -294,7 +290,7 @@ class OuterLoop:
         )
         self._forget_local()
         self._take_global()
-        _clear_state(self._inner_optimizer)
+        _clear_state(self._arguments.inner_optimizer)
 
     def _forget_local(self) -> None:
         """What was trained here since the last syncs is lost."""

@@ -145,8 +145,8 @@ class PeerTable:
         )
 
     def _digest_is_due(self) -> bool:
-        by_count = self._digest_every and self._state.outer_step % self._digest_every == 0
-        return bool(by_count) or self._state.compare_next or self._state.was_healed
+        by_count = self._state.digest_is_due(self._digest_every)
+        return by_count or self._state.compare_next or self._state.was_healed
 
     def read(self, table: Tensor, fragment: Syncing) -> None:
         """Check the finished table and the mean, and keep what they say.

@@ -103,31 +103,27 @@ class SyncRetries:
     Local and global parameters do not change before the vote, so a retry computes the same
     pseudo-gradient again. (torchft resets the model and drops the round.)
 
-    A failed attempt counts against ``max_retries`` if no group is known to have caused it. (A group
-    in training that causes failures leaves after a while, see ``QuorumMember``.) One that failed
-    only because fewer than ``min_replica_size`` groups were connected does not count either: this
-    group waits for the others to return.
+    A failed attempt counts against ``max_sync_retries`` if no group is known to have caused it. (A
+    group in training that causes failures leaves after a while, see ``QuorumMember``.) One that
+    failed only because fewer than ``min_replica_size`` groups were connected does not count either:
+    this group waits for the others to return.
 
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state.
-        max_retries: How many attempts that count may fail in a row.
-        give_up_after_s: How long to wait for enough groups, in seconds. None: without a limit.
+        arguments: Those of ``DiLoCo``: how many attempts that count may fail in a row, and how long
+            to wait for enough groups.
 
     Attributes:
         count: Attempts that did not commit although enough groups were connected.
     """
 
     def __init__(
-        self,
-        manager: DiLoCoManager,
-        state: GlobalState,
-        max_retries: int,
-        give_up_after_s: float | None,
+        self, manager: DiLoCoManager, state: GlobalState, arguments: DiLoCoArguments
     ) -> None:
         self._manager, self._state = manager, state
-        self._waiting = Waiting("to sync", give_up_after_s)
-        self._max_retries = max_retries
+        self._waiting = Waiting("to sync", arguments.give_up_after_s)
+        self._max_retries = arguments.max_sync_retries
         self.count = self._num_unexplained = 0
         self._cause = ""
         self._had_too_few = False

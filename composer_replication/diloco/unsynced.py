@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ class Packed:
     frozen: Sequence[int] = ()
 
 
+@dataclass
 class Unsynced:
     """Counts the inner steps for a fragment's next sync, and remembers what the last one sent.
 
@@ -47,12 +48,12 @@ class Unsynced:
             sent again; else None.
     """
 
-    def __init__(self, weight_by: str) -> None:
-        self._weight_by = weight_by
-        self.inner_steps = self.samples = 0
-        self.replaces_global = False
-        self.packed = Packed()
-        self.unsent: Packed | None = None
+    weight_by: str
+    inner_steps: int = 0
+    samples: int = 0
+    replaces_global: bool = False
+    packed: Packed = field(default_factory=Packed)
+    unsent: Packed | None = None
 
     def count(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
@@ -81,13 +82,13 @@ class Unsynced:
             return 1.0  # an average without inner steps after it
         if not packed.inner_steps:
             return 0.0
-        if self._weight_by in ("samples", "tokens") and not packed.samples:
+        if self.weight_by in ("samples", "tokens") and not packed.samples:
             raise ValueError(
-                f"weight_by={self._weight_by!r} but no {self._weight_by} were counted: call "
-                f"count_{self._weight_by}(n) before each optimizer step, or use weight_by='steps'"
+                f"weight_by={self.weight_by!r} but no {self.weight_by} were counted: call "
+                f"count_{self.weight_by}(n) before each optimizer step, or use weight_by='steps'"
             )
         by = {"uniform": 1, "steps": packed.inner_steps}
-        return float(by.get(self._weight_by, packed.samples))
+        return float(by.get(self.weight_by, packed.samples))
 
     def discard_synced(self, *, keeps_later: bool, is_joining: bool) -> None:
         """Forget what a committed sync has brought into the global parameters.
@@ -104,13 +105,6 @@ class Unsynced:
             self.inner_steps = self.samples = 0
         if self.packed.is_replacing or is_joining:
             self.replaces_global = False
-        self.unsent = None
-
-    def forget(self) -> None:
-        """Send nothing of what this group has trained since the last sync."""
-        self.inner_steps = self.samples = 0
-        self.packed = Packed()
-        self.replaces_global = False
         self.unsent = None
 
     @property
