@@ -198,9 +198,9 @@ class QuorumMember:
         reports = self._without_strangers(handles)
         # With strangers: the lighthouse counts them too when it decides on a new id.
         current = PreviousQuorum(quorum.quorum_id, tuple(handles))
-        is_used = all(
-            [self._is_complete(reports, current), self._fits(reports), self._is_first(reports)]
-        )
+        # All three, whatever the first one says: each remembers what it has seen.
+        checks = self._is_complete(reports, current), self._fits(reports), self._is_first(reports)
+        is_used = all(checks)
         # Without the vote one rank could use a quorum that another one has declined: it would wait
         # in a vote on a commit, and the other in a request for a quorum.
         if not (vote(is_used) if self.ranks[1] > 1 else is_used):
