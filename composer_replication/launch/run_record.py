@@ -18,10 +18,11 @@ from composer_replication.group.words import format_bytes, plural
 from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import read_json, replace_json
 
-STEADY_ABOVE, OVERSHOOTS_ABOVE = 0.1, 0.6
-"""The outer loop is steady if the mean cosine with the momentum is at least the first number. Below
-it, outer steps overshoot if ``group_cosine`` is at least the second: then all groups undo the step
-before."""
+STEADY_ABOVE = 0.1
+"""The outer loop is steady if the mean cosine with the momentum is at least this."""
+OVERSHOOTS_ABOVE = 0.6
+"""Else its steps overshoot if ``group_cosine`` is at least this: all groups undo the step before.
+"""
 
 
 class Run:
