@@ -172,6 +172,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
         if train is None:
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
         self._job.trainer = train.f_locals["self"]
+        self._is_terminated = False
         resumes_from = train.f_locals["resume_from_checkpoint"]
         continuation = self._group.continuation
         with self._group.rejections():
@@ -182,11 +183,13 @@ class DiLoCoTrainerCallback(TrainerCallback):
             continuation.check_loaded(resumes_from)
             self._group.join(self._manager)
         when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
+        if self._hook is not None:
+            self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
         for each in self._job.trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
-                save = saving.execute_jit_checkpoint
+                save = partial(type(saving).execute_jit_checkpoint, saving)
                 saving.execute_jit_checkpoint = partial(self._terminate, save, args, state, control)
         if args.eval_on_start:
             self._show_for_evaluation()

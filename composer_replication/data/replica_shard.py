@@ -41,6 +41,6 @@ def replica_shard(dataset: Any) -> Any:
         )
 
         return split_dataset_by_node(dataset, int(name), count)
-    # Each group gets as many samples.
+    # Each group gets the same number of samples.
     own = range(int(name), len(dataset) - len(dataset) % count, count)
     return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)

@@ -390,7 +390,8 @@ def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
 
 
 def alone(tmp_path: Path, **more: Any) -> Trainer:
-    diloco = DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=4)
+    settings = more.pop("settings", {})
+    diloco = DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=4, **settings)
     trainer = Trainer(
         model=more.pop("model", None) or _Model(TinyMLP()),
         args=arguments_of(tmp_path, **more.pop("args", {})),
@@ -426,6 +427,24 @@ def test_a_second_training_continues_with_the_same_outer_momentum(tmp_path):
     trainer.train()
     assert trainer.callback.result["outer_steps"] == 4
     assert trainer.callback.result["inner_steps"] == 16
+
+
+class FailsOnce(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and "has_failed" not in vars(self):
+            self.has_failed = True
+            raise RuntimeError("once")
+
+
+def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
+    trainer = alone(tmp_path, settings={"weight_by": "samples"}, callbacks=[FailsOnce()])
+    with pytest.raises(RuntimeError, match="once"):
+        trainer.train()
+    trainer.train()
+    assert trainer.callback.result["inner_steps"] == 3 + 8
+    history = trainer.state.log_history
+    contributions = [at["diloco/contribution"] for at in history if "diloco/round" in at]
+    assert contributions == [4 * 8, 4 * 8, 3 * 8]
 
 
 def test_gradient_checkpointing_counts_each_step_once(tmp_path):
