@@ -85,14 +85,15 @@ class Worse(TrainerCallback):
         metrics["eval_loss"] = float(self._num)
 
 
-def end_early(group: Group, folder: Path, strategy: str) -> dict[str, Any]:
-    steps = {"eval_steps": 2, "save_steps": 2} if strategy == "steps" else {}
+def end_early(group: Group, folder: Path, strategy: str, only_model: bool) -> dict[str, Any]:
+    steps = {} if strategy == "epoch" else {"eval_steps": 2, "save_steps": 2}
     args = arguments_of(
         folder / str(group.replica_id),
         num_train_epochs=9,
         max_steps=-1,
-        eval_strategy=strategy,
+        eval_strategy="steps" if strategy == "best" else strategy,
         save_strategy=strategy,
+        save_only_model=only_model,
         load_best_model_at_end=True,
         metric_for_best_model="eval_loss",
         **steps,
@@ -110,11 +111,16 @@ def end_early(group: Group, folder: Path, strategy: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_an_early_stop_ends_on_the_best_model_and_all_groups_agree_on_it(strategy, tmp_path):
-    first, second = run_groups(end_early, folder=tmp_path, strategy=strategy)
+@pytest.mark.parametrize(
+    ("strategy", "only_model"),
+    [("steps", False), ("epoch", False), ("best", False), ("steps", True)],
+)
+def test_an_early_stop_ends_on_the_best_model_and_all_groups_agree_on_it(
+    strategy, only_model, tmp_path
+):
+    first, second = run_groups(end_early, folder=tmp_path, strategy=strategy, only_model=only_model)
     assert first["digest"] == second["digest"]
-    assert first["steps"] == second["steps"] == (4 if strategy == "steps" else 16)
+    assert first["steps"] == second["steps"] == (16 if strategy == "epoch" else 4)
     best = load_file(Path(first["best"]) / "model.safetensors")
     saved = load_file(tmp_path / "saved_0" / "model.safetensors")
     for name, tensor in best.items():
