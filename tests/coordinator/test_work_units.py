@@ -104,6 +104,17 @@ def test_a_record_with_a_gap_lets_a_run_resume(units, a):
     assert not units.lease(a, 2, 0).is_open and not units.lease(UNKNOWN, 1, 0).is_open
 
 
+def test_a_rewind_forgets_what_was_trained_twice_after_it(units, a, b):
+    units.lease(a, 0, 0)
+    units.commit({a: (1, 1)})
+    units.close(a)
+    units.lease(b, 0, 0)
+    units.commit({a: (3, 3)})
+    assert units.dataset("c4").trained_twice == 2
+    units.rewind({a: (1, 1)})
+    assert units.dataset("c4").trained_twice == 0
+
+
 # The file: damage, another NumPy, a large dataset.
 
 
