@@ -3,7 +3,6 @@
 import itertools
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -54,33 +53,6 @@ LLAMA = [131_072_000, *[218_112_000] * 32, 4_096, 131_072_000]
 )
 def test_the_cuts_are_those_of_checkpoints_that_exist(sizes, parts, cuts):
     assert balanced_cuts(sizes, parts) == cuts
-
-
-def outline(*, tied):
-    """A language model on no device: two embeddings, 12 blocks with containers inside, a head."""
-    with torch.device("meta"):
-        model = nn.Module()
-        model.wte, model.wpe = nn.Embedding(100, 8), nn.Embedding(4, 8)
-        model.h = nn.ModuleList(
-            nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))})
-            for _ in range(12)
-        )
-        model.norm = nn.LayerNorm(8)
-        model.head = nn.Linear(8, 100, bias=False)
-    if tied:
-        model.head.weight = model.wte.weight
-    return model
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("count", [2, 5, 12])
-def test_fragments_follow_the_model_and_no_block_is_cut_apart(tied, count):
-    model = outline(tied=tied)
-    fragments = split_model(model, count)
-    cut = [name for fragment in fragments for name in fragment]
-    assert cut == [name for name, _ in model.named_parameters()]
-    homes = [{name.rsplit(".mlp", 1)[0] for name in f if ".mlp" in name} for f in fragments]
-    assert sum(len(blocks) for blocks in homes) == 12
 
 
 def test_what_is_frozen_does_not_count():

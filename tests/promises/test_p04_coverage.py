@@ -16,15 +16,19 @@ from composer_replication.simulation.simulation import SimulationError
 
 
 class Transformer(nn.Module):
-    """Embedding, a norm and a head tied to the embedding: a GPT's outline."""
+    """A GPT's outline: two embeddings, 12 blocks with containers inside, a norm and a head."""
 
-    def __init__(self):
+    def __init__(self, tied=True):
         super().__init__()
-        self.wte = nn.Embedding(12, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.wte, self.wpe = nn.Embedding(12, 8), nn.Embedding(4, 8)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))})
+            for _ in range(12)
+        )
         self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 12, bias=False)
-        self.head.weight = self.wte.weight
+        if tied:
+            self.head.weight = self.wte.weight
 
 
 LAYERS = [[f"layers.{n}.{kind}" for kind in ("weight", "bias")] for n in (0, 2, 4)]
@@ -35,11 +39,19 @@ def names(model, *arguments, **named):
     return [list(fragment) for fragment in split_model(model, *arguments, **named)]
 
 
-def test_a_model_is_one_fragment_or_is_cut_between_layers_with_tied_weights_once():
+def test_a_model_is_one_fragment_or_is_cut_between_layers():
     assert names(TinyMLP()) == [sum(LAYERS, [])]
     assert names(TinyMLP(), 3) == LAYERS
-    (fragment,) = names(Transformer())
-    assert fragment == [name for name, _ in Transformer().named_parameters()]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_fragments_follow_the_model_and_no_block_is_cut_apart(tied, count):
+    model = Transformer(tied)
+    fragments = names(model, count)
+    assert sum(fragments, []) == [name for name, _ in model.named_parameters()]  # tied ones once
+    homes = [{name.split(".mlp")[0] for name in f if ".mlp" in name} for f in fragments]
+    assert sum(map(len, homes)) == 12
 
 
 def test_frozen_parameters_are_in_no_fragment():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from common import mean_of
 
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean
 from composer_replication.diloco.shards import Shards
@@ -11,25 +12,12 @@ from composer_replication.diloco.shards import Shards
 CPU = torch.device("cpu")
 
 
-def average(groups, weights, bucket=2**18):
-    """The mean that each group computes, with the sum that a network would give."""
-    shares = [Shards(group) for group in groups]
-    for share in shares:
-        share.bucket = bucket
-    means = [WeightedMean(share, CPU) for share in shares]
-    for mean, group, weight in zip(means, groups, weights, strict=True):
-        flat = [t.reshape(-1) for t in group]
-        mean.pack(lambda value, into: into.copy_(value), (flat,), weight)
-    for messages in zip(*(mean.messages for mean in means), strict=True):
-        total = sum(m.clone() for m in messages)
-        for message in messages:
-            message.copy_(total)
-    results = [[torch.full(t.shape, 7.0) for t in group] for group in groups]
-    totals = [mean.finish() for mean in means]
-    for mean, result in zip(means, results, strict=True):
-        for into, value in zip(result, mean.unpack(), strict=True) if mean.total else ():
-            into.copy_(value.view(into.shape))
-    return results, totals
+def average(groups, weights=(1.0, 1.0), bucket=2**18):
+    """The sum of the weights, and the mean of each tensor if there is one."""
+    share = Shards(groups[0])
+    share.bucket = bucket
+    mean = mean_of(share, groups, weights)
+    return mean.total, [*mean.unpack()] if mean.total else None
 
 
 # The trap of torchft's use_bucketization (research b): sizes in elements, caps of 1 MiB; there the
@@ -49,31 +37,27 @@ def test_where_torchft_drops_gradients_the_mean_is_right(sizes):
     groups = [
         [torch.full((n,), factor * (k + 1.0)) for k, n in enumerate(sizes)] for factor in (1, 3)
     ]
-    results, _ = average(groups, [1.0, 1.0])
-    for result in results:
-        for k, tensor in enumerate(result):
-            assert tensor.unique().tolist() == [2.0 * (k + 1)]
+    _, means = average(groups)
+    assert [mean.unique().tolist() for mean in means] == [
+        [2.0 * (k + 1)] for k in range(len(sizes))
+    ]
 
 
 def test_mixed_dtypes_are_averaged_in_fp32():
     # In torchft a first bf16 parameter rounds the second one's -4.00390625 to -4.
     groups = [[torch.ones(3, dtype=torch.bfloat16), torch.tensor([-4.00390625])]] * 2
-    results, _ = average(groups, [1.0, 1.0])
-    assert results[0][1].item() == -4.00390625
+    _, means = average(groups)
+    assert means[1].item() == -4.00390625
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_group_whose_values_are_not_finite_has_no_weight(bad):
-    groups = [[torch.tensor([1.0, 2.0])], [torch.tensor([5.0, bad])]]
-    results, totals = average(groups, [1.0, 1.0], bucket=1)
-    assert totals == [1.0, 1.0]
-    assert results[0][0].tolist() == results[1][0].tolist() == [1.0, 2.0]
+    total, means = average([[torch.tensor([1.0, 2.0])], [torch.tensor([5.0, bad])]], bucket=1)
+    assert total == 1.0 and means[0].tolist() == [1.0, 2.0]
 
 
-def test_without_any_weight_nothing_is_written():
-    results, totals = average([[torch.tensor([1.0])]] * 2, [0.0, 0.0])
-    assert totals == [0.0, 0.0]
-    assert results[0][0].item() == 7.0
+def test_without_any_weight_there_is_no_mean():
+    assert average([[torch.tensor([1.0])]] * 2, [0.0, 0.0]) == (0.0, None)
 
 
 def test_norm_and_bytes_are_those_of_what_is_sent():
