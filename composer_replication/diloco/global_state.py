@@ -78,7 +78,7 @@ class GlobalState:
         return self._fragments[0].shards.digest(digest_of(self.parameters()))
 
     def digest_is_due(self, every: int) -> bool:
-        """Whether the groups compare digests at this outer step, ``every`` so many; 0: never."""
+        """Whether digests are compared at this outer step: at every ``every``-th one; 0: never."""
         return every > 0 and self.outer_step % every == 0
 
     def fragment_digests(self) -> list[str]:

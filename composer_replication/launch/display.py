@@ -41,7 +41,7 @@ class Display:
 
     Args:
         console: Where the display is written.
-        run: The run. Nobody else may read with it.
+        run: The run. No other thread may read with this object.
     """
 
     def __init__(self, console: Console, run: LiveRun) -> None:

@@ -125,7 +125,7 @@ class Supervisor:
         """Watch the groups until the end.
 
         Args:
-            show: Called all the time until the end.
+            show: Called several times a second until the end.
 
         Returns:
             The exit statuses of the groups that failed for good; empty if none did.
