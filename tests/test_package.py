@@ -1,6 +1,7 @@
 """The wheel: what is in it, and that it imports from where it is installed."""
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", folder, ROOT]
-    # Build isolation would install hatchling once more, which takes most of a minute.
+    # Build isolation would install what it is built with once more, which takes most of a minute.
     subprocess.run([*command, "--no-build-isolation"], check=True)
     (built,) = folder.glob("*.whl")
     return built
@@ -34,6 +35,16 @@ def test_the_wheel_has_the_package_its_types_and_its_entry_points(wheel):
     assert "composer-replication = composer_replication.__main__:main" in text
     assert "[llmfoundry_callbacks]\ndiloco = composer_replication.callback:DiLoCoCallback" in text
     assert "[llmfoundry_optimizers]\nmuon = composer_replication.training.muon:Muon" in text
+
+
+def test_an_index_shows_a_readme_without_dead_links(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+        shown = archive.read(name).decode()
+    assert "<!--" not in shown and "![" not in shown
+    targets = re.findall(r"\]\(([^)]*)\)", shown)
+    assert targets and all(target.startswith("https://") for target in targets)
+    assert "average what they have learnt (DiLoCo)" in shown
 
 
 def test_the_wheel_installs_and_imports(wheel, tmp_path):

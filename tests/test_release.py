@@ -76,15 +76,6 @@ def test_an_error_ends_the_check_before_anything_is_built(check, copy, monkeypat
     assert not (copy / "dist").exists()
 
 
-def test_an_index_shows_a_readme_without_dead_links():
-    readme = (ROOT / "README.md").read_text()
-    shown = load_script(ROOT / "hatch_build.py").for_index(readme)
-    assert "<!--" not in shown and "![" not in shown
-    targets = re.findall(r"\]\(([^)]*)\)", shown)
-    assert targets and all(target.startswith("https://") for target in targets)
-    assert "average what they have learnt (DiLoCo)" in shown
-
-
 def test_the_oldest_torch_of_the_check_is_that_of_the_project(check):
     project = (ROOT / "pyproject.toml").read_text()
     (oldest,) = re.findall(r'"torch>=([\d.]+)",', project)

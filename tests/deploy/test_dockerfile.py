@@ -42,7 +42,7 @@ def test_all_that_the_package_is_built_from_is_copied():
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project, wheel = pyproject["project"], pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert set(copied) == {
-        *("pyproject.toml", project["readme"]),
+        *("pyproject.toml", "README.md"),
         *project["license-files"],
         *wheel["packages"],
     }
