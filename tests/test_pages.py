@@ -51,7 +51,8 @@ def make_clone(folder: Path) -> None:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / ".venv").mkdir()
-    (folder / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+    for name in ("bin", "lib", "pyvenv.cfg"):  # .venv/bin/python is that of an environment
+        (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
     (folder / ".venv" / ".installed").touch()
 
 
