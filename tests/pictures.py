@@ -1,9 +1,11 @@
 """Takes the pictures of the page that docs/watching.md shows. Run: python tests/pictures.py docs
 
 It launches configs/quickstart.yaml with two groups and a smaller model, kills one of them, and
-writes page.png, page-dark.png and page-400.png into the folder.
+writes page.png, page-dark.png and page-400.png into the folder, and page.sha256: of which code of
+the page they are, so that test_docs.py finds pictures that are older than it.
 """
 
+import hashlib
 import os
 import re
 import subprocess
@@ -18,6 +20,12 @@ ROOT = Path(__file__).parent.parent
 TOKEN = "a-token-for-the-pictures"
 KILL_AT, SHOW_AT = 15, 60
 """Outer steps: group 1 is killed, the pictures are taken."""
+
+
+def page_digest():
+    """A digest of all files of the page."""
+    files = sorted((ROOT / "composer_replication/coordinator/web").iterdir())
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def launch(run_dir):
@@ -82,6 +90,7 @@ def main():
         process, address = launch(Path(scratch) / "quickstart")
         try:
             take_pictures(browser, process, address, Path(folder))
+            Path(folder, "page.sha256").write_text(f"{page_digest()}\n")
         finally:
             process.terminate()
             process.communicate()

@@ -9,6 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from pictures import page_digest
 from typer.main import get_command
 
 import composer_replication
@@ -120,6 +121,11 @@ def test_the_architecture_names_classes_and_functions_that_exist():
 
 def num_words(text):
     return len(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL).split())
+
+
+def test_the_pictures_of_a_run_s_page_are_of_this_page():
+    taken_of = (DOCS / "page.sha256").read_text().strip()
+    assert taken_of == page_digest(), "take them again: python tests/pictures.py docs"
 
 
 def test_the_documents_stay_short():
