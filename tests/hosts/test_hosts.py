@@ -220,7 +220,7 @@ def test_a_group_that_joins_later_ends_with_the_others_and_equal(host):
     assert first.outer_steps == joiner.outer_steps == 4
 
 
-def test_a_group_that_joins_later_takes_over_the_others_step(host):
+def test_a_group_that_joins_later_continues_at_the_step_of_the_others(host):
     assert [each.steps for each in host.train(LATE)] == [16, 16]
 
 
