@@ -200,6 +200,8 @@ def test_a_joiner_continues_at_the_others_step_and_learning_rate(tmp_path):
 def interrupt(group: Group, folder: Path) -> dict[str, Any]:
     """Group 1 waits for group 0 in the sync of step 8, for ever, when Ctrl-C comes."""
     args = arguments_of(folder / str(group.replica_id), max_steps=12)
+    # A shell's background commands, and what they start, ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     press = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     acts = [At(6, group.over.wait if group.replica_id == 0 else press.start)]
     with group.manager() as manager:
