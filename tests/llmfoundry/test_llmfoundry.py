@@ -154,7 +154,7 @@ def test_three_lines_train_one_group_without_a_lighthouse(tmp_path):
     )
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-4000:]
-    assert "outer step 1, fragment 0: 1 replica groups" in output  # the sync at the end
+    assert "outer step 1: 1 replica groups" in output  # the sync at the end
 
 
 @pytest.mark.parametrize(
