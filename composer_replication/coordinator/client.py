@@ -294,7 +294,7 @@ class CoordinatorClient:
             time.sleep(0.1)
 
     def register(self, registration: Mapping[str, Any]) -> None:
-        """Register a group."""
+        """Register this group under its id, with its model, ranks and address."""
         self.ask("POST", "/v1/replicas", registration, _MEMBER)
 
     def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> None:

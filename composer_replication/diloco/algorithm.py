@@ -160,7 +160,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 self._local_step = 0  # all are resuming, and this group's checkpoint was older
 
     def __exit__(self, *raised: Any) -> Any:
-        """Stop counting steps."""
+        """Stop counting inner steps, and the watch for a hang."""
         self.hang_watch.stop()
         return super().__exit__(*raised)
 

@@ -320,13 +320,13 @@ class ReplicaManager(InterruptibleManager):
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
-        told = dict(zip(boards, map(json.loads, handles), strict=True))
-        unreachable = self.member.own.unreachable = self._find_unreachable(told)
+        places = dict(zip(boards, map(json.loads, handles), strict=True))
+        unreachable = self.member.own.unreachable = self._find_unreachable(places)
         if unreachable:  # the next report names them too
             rendezvous.decline(unreachable)
             name = unreachable[0]
             raise ConnectionError(
-                f"replica group {name.partition(':')[0]} says it is at {told[name]['store']}, "
+                f"replica group {name.partition(':')[0]} says it is at {places[name]['store']}, "
                 "which does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
                 "(hostname=...) there to a name or address of its machine that this one reaches"
             )

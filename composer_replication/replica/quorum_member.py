@@ -414,7 +414,7 @@ class Recheck:
                 return
 
     def stop(self) -> None:
-        """End the thread soon."""
+        """End the thread, at most ``EVERY_S`` seconds later."""
         self._stopped.set()
 
 
