@@ -8,8 +8,10 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
@@ -127,6 +129,12 @@ def descriptions(arguments: Any) -> str:
         if found:
             sections.append(rest.partition("\n\n")[0])
     return "\n".join(sections)
+
+
+def in_yaml(value: object) -> str:
+    """A value in YAML's flow style, as one writes it in a config: ``[{outer_step: 61}]``."""
+    text = json.dumps(value, default=str, ensure_ascii=False).replace("Infinity", ".inf")
+    return re.sub(r'"([A-Za-z_]\w*)"', r"\1", text)  # JSON is YAML, where words need no quotes
 
 
 def closest(name: object, known: Iterable[str]) -> str | None:

@@ -17,6 +17,7 @@ from composer_replication.arguments import (
     check_number,
     check_types,
     closest,
+    in_yaml,
 )
 
 WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
@@ -122,6 +123,13 @@ class DiLoCoSettings:
             raise ValueError(f"wire_format={self.wire_format!r}: use one of {formats}")
         self._check_patterns()
         self._check_schedule()
+
+    def __str__(self) -> str:
+        """The length of a round, and the settings that are not the defaults, for people."""
+        default = asdict(DiLoCoSettings())
+        named = asdict(self).items()
+        own = [f"{k}={in_yaml(v)}" for k, v in named if k == "sync_every" or v != default[k]]
+        return ", ".join(own)
 
     def _check_schedule(self) -> None:
         count, delay = self.fragment_count, self.fragment_sync_delay

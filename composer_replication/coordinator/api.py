@@ -15,6 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPBearer
 
 from composer_replication import __version__
+from composer_replication.arguments import in_yaml
 from composer_replication.coordinator.admission import Admission, address_of
 from composer_replication.coordinator.api_types import (
     CommitReport,
@@ -136,6 +137,7 @@ class RunData:
     def page(self) -> dict[str, Any]:
         """Everything that the page shows; ``docs/watching.md`` describes it."""
         status = self.status()
+        status["settings"] = {name: in_yaml(each) for name, each in status["settings"].items()}
         record = self.facts.record
         return status if record is None else with_record(status, record())
 

@@ -22,7 +22,6 @@ from composer_replication.replica.json_files import read_json
 from composer_replication.training.config import (
     ConfigError,
     diloco_section,
-    in_words,
     load_settings,
     read_diloco,
 )
@@ -72,7 +71,7 @@ def coordinate(options: CoordinatorOptions) -> None:
             f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",
             f"page: {coordinator.address}/",
             f"lighthouse: {coordinator.lighthouse_addr}    state: {state_dir.absolute()}",
-            f"settings: {in_words(settings)}  (from {source})",
+            f"settings: {settings}  (from {source})",
         ]
         if left_out := ", ".join(config["left_out"]):
             lines.append(f"left to the groups: {left_out}  (callbacks.diloco of {options.file})")

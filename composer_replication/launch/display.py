@@ -19,7 +19,6 @@ from composer_replication.group.words import format_duration, plural
 from composer_replication.launch.group import Group
 from composer_replication.launch.live_run import LiveRun
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.training.config import in_words
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0
@@ -151,5 +150,5 @@ def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> N
         settings: The settings.
         source: Where they are from.
     """
-    text = f"Settings from {source}: {in_words(settings)}"
+    text = f"Settings from {source}: {settings}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

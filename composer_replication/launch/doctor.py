@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication import __version__
+from composer_replication.arguments import in_yaml
 from composer_replication.launch.output import FAILED
 from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.replica import addresses, lighthouse
@@ -131,7 +132,7 @@ def check_settings(job: Job) -> Iterator[Row]:
         job.config = configs.load_config(job.path, job.overrides) if job.is_ours else values
         job.section = configs.diloco_section(job.config)
     settings, job.options = configs.read_diloco(job.section)
-    listed = ", ".join(f"{name}={value!r}" for name, value in job.section.items())
+    listed = ", ".join(f"{name}={in_yaml(value)}" for name, value in job.section.items())
     yield OK, "settings", f"{job.path}: {listed or 'no callbacks.diloco, so the defaults'}"
     length = str(job.config.get("max_duration"))
     batches = int(length[:-2]) if re.fullmatch(r"\d+ba", length) else None

@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -353,14 +353,6 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     read_diloco(values)
     config["callbacks"] = {"diloco": values}
     return config, " ".join(sources) or "the defaults"
-
-
-def in_words(settings: DiLoCoSettings) -> str:
-    """Name the length of a round, and the settings that are not the defaults."""
-    default = asdict(DiLoCoSettings())
-    named = asdict(settings).items()
-    own = [f"{k}={v}" for k, v in named if k == "sync_every" or v != default[k]]
-    return ", ".join(own)
 
 
 def _settings_section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:

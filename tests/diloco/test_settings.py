@@ -1,10 +1,13 @@
 """Settings: every bad value is an error that has the value and the fix."""
 
+import math
 import re
 
 import pytest
+import yaml
 
 from composer_replication import DiLoCoSettings
+from composer_replication.arguments import in_yaml
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -95,3 +98,20 @@ def test_the_fingerprint_leaves_out_what_may_differ():
     one = DiLoCoSettings(sync_every=2, fragment_patterns=["a*", ["*"]])
     other = DiLoCoSettings(sync_every=2, fragment_patterns=(("a*",), "*"))
     assert one.fingerprint() == other.fingerprint()
+
+
+def test_settings_are_shown_as_a_config_writes_them():
+    rows = [{"outer_step": 61, "sync_every": 30}, {"outer_step": 90, "outer_lr": 1.0}]
+    settings = DiLoCoSettings(sync_every=20, schedule=rows, fragment_patterns=["*blocks.0.*", "b"])
+    assert str(settings) == (
+        'sync_every=20, fragment_patterns=["*blocks.0.*", b], '
+        "schedule=[{outer_step: 61, sync_every: 30}, {outer_step: 90, outer_lr: 1.0}]"
+    )
+
+
+VALUES = None, True, math.inf, -math.inf, "auto", "*a, b", 'say "no"', 0.5
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_in_yaml_is_read_as_it_was(value):
+    assert yaml.safe_load(in_yaml({"key": [value, "7"]})) == {"key": [value, "7"]}
