@@ -1,22 +1,13 @@
-"""The numbers of the learning study. Run: pytest tests/test_learning.py"""
+"""The pages have the numbers of the learning study. Run: pytest tests/test_learning.py
 
-import itertools
-import json
-import math
+The study's own tests are beside it, in ``spikes/009-learning``.
+"""
+
 import re
-import subprocess
-import sys
-import time
-from collections import Counter
-from types import SimpleNamespace
 
 import pytest
-import torch
 from study_modules import FOLDER, study_modules
-from torch import nn
-from torch.utils.data import Dataset
 
-from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import load_config
 
 
@@ -73,193 +64,14 @@ def test_a_difference_is_that_worked_out_by_hand(load):
 
 def test_a_training_is_known_by_all_of_its_settings_and_no_line_is_double(load):
     cells, study = load("cells"), load("study")
-    lines = study.RESULTS.read_text().splitlines()
-    assert len(study.read()) == len(lines)
-    assert len({line["text"] for line in study.read().values()}) == 1
-    for line in study.read().values():
-        assert cells.Cell(**line["cell"]).key in study.read()
+    done = study.read()
+    assert len(done) == len(study.RESULTS.read_text().splitlines())
+    assert len({line["text"] for line in done.values()}) == 1
+    for line in done.values():
+        assert cells.Cell(**line["cell"]).key in done
     # Data parallel has no outer settings: they do not make another training of it.
     assert cells.Cell(outer_lr=0.1).key == cells.Cell(outer_lr=0.2).key
     assert cells.Cell(groups=2, outer_lr=0.1).key != cells.Cell(groups=2, outer_lr=0.2).key
-
-
-# ---- the study of the defaults -------------------------------------------------------------------
-
-
-def test_each_two_factors_of_the_jobs_have_all_pairs_of_levels_equally_often(load):
-    jobs = load("defaults").JOBS
-    columns = {
-        "kind": [(job.model, job.inner) for job in jobs],
-        **{
-            name: [getattr(job, name) for job in jobs] for name in ("groups", "sync_every", "steps")
-        },
-    }
-    for one, other in itertools.combinations(columns.values(), 2):
-        pairs = Counter(zip(one, other, strict=True))
-        assert set(pairs) == set(itertools.product(one, other))
-        assert len(set(pairs.values())) == 1
-    rates, texts = (Counter(getattr(job, name) for job in jobs) for name in ("rate", "data"))
-    assert set(rates.values()) == {9} and set(texts.values()) == {6}
-
-
-def test_candidates_have_the_rate_of_the_best_reference_and_the_best_four_get_more_seeds(load):
-    defaults = load("defaults")
-    done = {}
-
-    def train(bits, cell=None):
-        cell = cell or next(iter(defaults.wanted(done)))
-        done[cell.key] = {"cell": json.loads(cell.key), "bits": bits(cell), "cpu_seconds": 1.0}
-        return cell
-
-    cheapest = min(defaults.JOBS, key=lambda job: job.cost)
-    rates = [train(lambda cell: 1 + cell.lr).lr for _ in defaults.GRID]
-    first = train(lambda cell: math.nan)  # diverged
-    assert (first.groups, first.lr, first.outer_momentum) == (cheapest.groups, min(rates), 0.9)
-    assert defaults.gaps(cheapest, done) == {"0.7 / 0.9": math.inf}
-    for cell in itertools.chain.from_iterable(list(defaults.wanted(done)) for _ in range(2)):
-        # 1.0 / 0 is the best, then less momentum is better; 0.7 / 0.9 diverges in one job.
-        train(lambda cell: 2 + cell.outer_momentum - cell.outer_lr / 10 if cell.groups else 2, cell)
-    named = {cell.outer_lr for cell in defaults.wanted(done) if cell.seed == 2 and cell.groups}
-    assert {0.7, 1.0} <= named
-    finalists = defaults._finalists(done)
-    assert finalists[:2] == ["plain mean", "0.7 / 0.5"] and finalists[-1] == "0.7 / 0.9"
-    assert "+inf" in defaults.report(done)
-    for line in done.values():
-        line["cpu_seconds"] = 3600.0
-    assert not list(defaults.wanted(done))  # the hours of the jobs are over
-
-
-def test_the_worst_quarter_is_that_worked_out_by_hand(load):
-    worst_quarter = load("defaults").worst_quarter
-    assert worst_quarter([1, 9, 2, 3]) == 9
-    assert worst_quarter([1, 9, 2, 3, 5]) == 7
-
-
-def test_rounds_that_follow_the_rate_grow_to_their_limit_and_stay(load):
-    cell = load("defaults").equal_bytes(4)["H by the rate"]
-    rounds = [cell.sync_every, *(steps for _, steps in cell.rounds)]
-    assert rounds == sorted(set(rounds)) and rounds[0] == 15 and rounds[-1] == 120
-    settings = DiLoCoSettings(sync_every=5, schedule=load("train")._schedule(cell))
-    assert settings.sync_every_at(60) == 5 and settings.sync_every_at(61) == 15
-    assert settings.sync_every_at(1000) == 120
-
-
-def test_the_outer_momentum_rises_with_the_outer_steps_alone(load):
-    cell = load("cells").Cell(outer_momentum=0.5, ramp=2.0)
-    theta = nn.Parameter(torch.zeros(1))
-    outer, found = load("inner_state").RisingMomentum.of(cell)([theta]), []
-    for _ in range(4):
-        theta.grad = torch.ones(1)
-        outer.step()
-        found.append(outer.param_groups[0]["momentum"])
-        theta.grad = None
-        outer.step()
-    assert found == [1 / 3, 0.5, 0.5, 0.5]
-    # Worked out by hand: momentum 1, 1.5, 1.75, 1.875; each step is 0.7 (1 + momentum * that).
-    moved = 1 + 1 / 3 + 1 + 0.5 * 1.5 + 1 + 0.5 * 1.75 + 1 + 0.5 * 1.875
-    assert theta.item() == pytest.approx(-0.7 * moved)
-
-
-SMALL = [
-    {"model": "gpt", "inner": "muon", "periods": (1, 1), "slow": 0.9},
-    {"model": "gru", "inner": "adamw", "periods": (2, 3), "ramp": 10.0},
-    {"model": "cnn", "inner": "muon", "rounds": ((3, 2),)},
-    {"model": "gpt", "inner": "adamw", "periods": (1, 1), "groups": 2, "away": 1},
-]
-
-
-@pytest.mark.parametrize("settings", SMALL, ids=lambda settings: settings["model"])
-def test_a_small_training_of_each_kind(load, monkeypatch, settings):
-    cells, jobs, train = load("cells"), load("jobs"), load("train")
-    images = settings["model"] == "cnn"
-    monkeypatch.setitem(jobs.DATA, "stdlib", lambda split: _Few(images))
-    jobs.data_of.cache_clear()
-    cell = cells.Cell(**{"groups": 2, "batch": 4, "sync_every": 1, "steps": 8, **settings})
-    inner_state, averaged = load("inner_state"), []
-
-    def average(manager, optimizer, periods, outer_step, share):
-        inner_state.average_inner_state(manager, optimizer, periods, outer_step, share)
-        state = [value for own in optimizer.state.values() for value in own.values()]
-        averaged.append((outer_step, share, [float(value.sum()) for value in state]))
-
-    monkeypatch.setattr(train, "average_inner_state", average)
-    results = [train.train(cell) for _ in range(2)]
-    assert results[0]["bits"] == results[1]["bits"] > 0
-    assert len(averaged) > 8 if cell.periods else not averaged
-    if cell.periods == (1, 1):  # equal in all groups after each average, also in a joiner
-        for step in {step for step, _, _ in averaged}:
-            (first, *others) = [state for own, _, state in averaged if own == step]
-            assert others and all(other == first for other in others)
-    assert (0.0 in {share for _, share, _ in averaged}) == bool(cell.away)
-
-
-class _Few(Dataset):
-    """Sixteen samples, of a text or of pictures."""
-
-    name = "few"
-
-    def __init__(self, images):
-        shape = (16, 1, 12, 12) if images else (16, 128)
-        random = torch.Generator().manual_seed(0)
-        ids = torch.randint(10, shape, generator=random)
-        self._ids = ids.float() if images else ids
-        self._labels = torch.randint(10, (16, 1 if images else 128), generator=random)
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return {"input_ids": self._ids[index], "labels": self._labels[index]}
-
-
-def test_a_study_that_was_stopped_goes_on_and_two_workers_share_it(load, tmp_path, monkeypatch):
-    cells, study, train = load("cells"), load("study"), load("train")
-    wanted = [cells.Cell(seed=seed) for seed in range(4)]
-    monkeypatch.setattr(load("jobs"), "data_of", lambda *which: _Few(False))
-    task = study.Work(
-        tmp_path / "results.jsonl", lambda done: wanted, time.time() + 60, tmp_path / "stop"
-    )
-
-    def trains(cell):
-        if cell.seed == 1:
-            task.stop.touch()
-        return {"text": "few", "bits": 1.0, "seconds": 0.0}
-
-    monkeypatch.setattr(train, "train", trains)
-    study.work(task)
-    assert [line["cell"]["seed"] for line in study.read(task.results).values()] == [0, 1]
-    task.stop.unlink()
-    claims = subprocess.Popen(  # another worker has the next one
-        [
-            sys.executable,
-            "-c",
-            CLAIM,
-            str(study._lock_file(task.results)),
-            str(study._place(wanted[2])),
-        ],
-        stdout=subprocess.PIPE,
-    )
-    with claims:
-        assert claims.stdout is not None and claims.stdout.read(1) == b"x"
-        study.work(task)
-        assert [line["cell"]["seed"] for line in study.read(task.results).values()] == [0, 1, 3]
-        claims.kill()
-    study.work(task)  # a worker that was killed claims nothing any more
-    lines = list(study.read(task.results).values())
-    assert [line["cell"]["seed"] for line in lines] == [0, 1, 3, 2] and lines[0]["commit"]
-    monkeypatch.setattr(load("jobs"), "data_of", lambda *which: SimpleNamespace(name="another"))
-    more = task._replace(wanted=lambda done: [cells.Cell(seed=9)])
-    with pytest.raises(ValueError, match="the results are for few, and here is another"):
-        study.work(more)
-
-
-CLAIM = """
-import fcntl, sys, time
-file = open(sys.argv[1], "a")
-fcntl.lockf(file, fcntl.LOCK_EX, 1, int(sys.argv[2]))
-print("x", flush=True)
-time.sleep(60)
-"""
 
 
 def test_the_page_of_the_defaults_is_that_of_the_results_file(load):
