@@ -12,72 +12,47 @@ from forked_commands import ForkedCommand, run
 
 pytestmark = pytest.mark.integration
 
-BOTH = pytest.mark.parametrize("start", [subprocess.Popen, ForkedCommand])
-
 LOOK = """
-import json, os, sys, threading
+import beside, json, os, sys, threading
 print(json.dumps({
-    "argv": sys.argv, "folder": os.getcwd(), "path": sys.path[0], "main": __name__,
-    "environ": sorted(os.environ), "secret": os.environ.get("SECRET"), "parent": os.getppid(),
-    "leads": os.getsid(0) == os.getpgid(0) == os.getpid(), "stdin": sys.stdin.read(),
-    "threads": len(os.listdir("/proc/self/task")), "executable": sys.executable,
+    "argv": sys.argv[1:], "folder": os.getcwd(), "main": __name__, "beside": beside.WORD,
+    "environ": sorted(os.environ), "parent": os.getppid(), "stdin": sys.stdin.read(),
+    "leads": os.getsid(0) == os.getpgid(0) == os.getpid(), "executable": sys.executable,
+    "threads": len(os.listdir("/proc/self/task")),
 }))
 print("to the other one", file=sys.stderr)
 """
 
 
-@BOTH
-def test_it_is_a_child_with_its_own_words_folder_environment_session_and_pipes(tmp_path, start):
-    environ = {"PATH": os.environ["PATH"], "SECRET": "s", "LC_CTYPE": "C.UTF-8"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-c", LOOK, "a", "b c"]
-    with start(
-        command, cwd=tmp_path, env=environ, start_new_session=True, text=True, **pipes
-    ) as process:
-        out, err = process.communicate("words\n", timeout=240)
-    assert process.returncode == 0 and err == "to the other one\n"
-    assert json.loads(out) == {
-        "argv": ["-c", "a", "b c"],
-        "folder": str(tmp_path),
-        "path": "",
-        "main": "__main__",
-        "environ": sorted(environ),
-        "secret": "s",
-        "parent": os.getpid(),
-        "leads": True,
-        "stdin": "words\n",
-        "threads": 1,
-        "executable": sys.executable,
-    }
-
-
-@BOTH
-@pytest.mark.parametrize(
-    ("code", "status", "said"),
-    [
-        ("import sys; sys.exit(3)", 3, ""),
-        ("import sys; sys.exit('a reason')", 1, "a reason\n"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-        ("import os; os.abort()", -signal.SIGABRT, ""),
-        ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt\n"),
-    ],
-)
-def test_it_ends_with_the_status_of_its_code(start, code, status, said):
-    ended = run(start, [sys.executable, "-c", code], timeout=240)
-    assert ended.returncode == status
-    assert ended.stderr.endswith(said) and bool(said) <= bool(ended.stderr)
-
-
-@BOTH
-def test_a_script_and_a_module_are_run_as_main(tmp_path, start):
+@pytest.mark.parametrize("how", [["look.py"], ["-m", "look"], ["-c", LOOK]])
+def test_it_is_a_child_like_a_fresh_interpreter(how, tmp_path):
     (tmp_path / "beside.py").write_text("WORD = 'beside'")
-    code = "import beside, sys; print(__name__, __file__, beside.WORD, *sys.argv)"
-    (tmp_path / "script.py").write_text(code)
-    script, here = str(tmp_path / "script.py"), {"cwd": tmp_path, "timeout": 240}
-    said = run(start, [sys.executable, script, "x"], **here).stdout.split()
-    assert said == ["__main__", script, "beside", script, "x"]
-    said = run(start, [sys.executable, "-m", "script", "x"], **here).stdout.split()
-    assert said == ["__main__", script, "beside", script, "x"]
+    (tmp_path / "look.py").write_text(LOOK)
+    options = {"cwd": tmp_path, "env": {"PATH": os.environ["PATH"], "LC_CTYPE": "C.UTF-8"}}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command, seen = [sys.executable, *how, "a", "b c"], []
+    for start in (subprocess.Popen, ForkedCommand):
+        with start(command, text=True, start_new_session=True, **options, **pipes) as process:
+            out, err = process.communicate("words\n", timeout=240)
+        seen.append((process.returncode, json.loads(out), err))
+    assert seen[0] == seen[1] and seen[0][1]["parent"] == os.getpid()
+
+
+@pytest.mark.parametrize("code", [
+    "import sys; sys.exit(3)",
+    "import sys; sys.exit('a reason')",
+    "1 / 0",
+    "import os; os.abort()",
+    "raise KeyboardInterrupt",
+])  # fmt: skip
+def test_it_ends_as_a_fresh_interpreter_would(code):
+    ends = [
+        run(start, [sys.executable, "-c", code], timeout=240)
+        for start in (subprocess.Popen, ForkedCommand)
+    ]
+    assert ends[0].returncode == ends[1].returncode
+    last, of_fork = (each.stderr.splitlines()[-1:] for each in ends)
+    assert last == of_fork
 
 
 STARTS = """

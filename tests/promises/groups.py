@@ -74,9 +74,10 @@ class Group:
 
     def learn(self, first, last):
         """Inner steps on samples of its own."""
+        device = next(self.model.parameters()).device
         for number in range(first, last):
             self.inner.zero_grad()
-            mse(self.model, *batch(self.id, number)).backward()
+            mse(self.model, *(part.to(device) for part in batch(self.id, number))).backward()
             self.inner.step()
             self.reports += self.diloco.pop_finished_syncs()
 
