@@ -34,7 +34,7 @@ of_formats = pytest.mark.parametrize("wire_format", ["float32", "int8"])
 
 
 def train(sim, **settings):
-    """The digests of a group that learns, whether its global parameters are pinned, and its model."""
+    """What a group has learnt: digests, whether its global parameters are pinned, its model."""
     with Group(sim, **LEARNING | settings) as group:
         group.learn(0, 24)
         pinned = all(theta.is_pinned() for theta in group.diloco.global_parameters().values())

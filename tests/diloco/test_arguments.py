@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 from common import plain_sgd
+from golden.runs import rows
 from promises.groups import run
 
 from composer_replication.arguments import pick, takes
@@ -97,6 +98,12 @@ def test_every_setting_is_an_argument_of_diloco_the_outer_optimizer_s_too():
     assert run(1, numbers) == [[0.7, 0.5, True]]
 
 
-def test_a_setting_that_an_outer_optimizer_of_one_s_own_would_not_hear_of_is_refused():
-    with pytest.raises(SimulationError, match="outer_lr and an outer_optimizer of your own: give"):
-        run(1, lambda group: None, outer=plain_sgd(), outer_lr=0.5)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"outer_lr": 0.5}, "outer_lr and an outer_optimizer of your own: give"),
+    ({"schedule": rows((4, 1, 0))}, "in the schedule and an outer_optimizer of your own"),
+])  # fmt: skip
+def test_a_setting_that_an_outer_optimizer_of_one_s_own_would_not_hear_of_is_refused(
+    settings, message
+):
+    with pytest.raises(SimulationError, match=message):
+        run(1, lambda group: None, outer=plain_sgd(), **settings)

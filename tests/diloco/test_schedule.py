@@ -4,22 +4,15 @@ import logging
 from functools import partial
 
 import pytest
-import torch
 from common import Constant
+from golden.runs import rows
 from promises.groups import learn, run
 
-from composer_replication.settings import MAX_ROWS, DiLoCoSettings, value_at
-from composer_replication.simulation.simulation import Fault, SimulationError
+from composer_replication.simulation.simulation import Fault
 
 BASE = {"outer_lr": 0.5, "outer_momentum": 0.75}
-ROWS = [[3, 0.25, 0.5], [5, 1, 0], [7, 0.5, 0.75]]
+ROWS = ((3, 0.25, 0.5), (5, 1, 0), (7, 0.5, 0.75))
 """The momentum goes down, to nothing, and comes back."""
-
-
-def dicts(rows):
-    """Rows of a schedule, from a step, a learning rate and a momentum each."""
-    names = ("outer_step", "outer_lr", "outer_momentum")
-    return [dict(zip(names, row, strict=True)) for row in rows]
 
 
 def move(replica_id, step):
@@ -41,7 +34,7 @@ def scheduled(k, *faults, num_fragments=1, steps=20, **settings):
         return trace
 
     names = [f"p{number}" for number in range(num_fragments)]
-    settings = BASE | {"schedule": dicts(ROWS), "fragment_patterns": names} | settings
+    settings = BASE | {"schedule": rows(*ROWS), "fragment_patterns": names} | settings
     settings |= {"model": partial(Constant, **dict.fromkeys(names, (1,)))}
     return run(k, replica, *faults, sync_every=2 * num_fragments, **settings)
 
@@ -82,7 +75,7 @@ def test_each_outer_step_is_taken_with_its_row(num_fragments, caplog):
 
 
 def test_without_a_row_that_applies_a_schedule_changes_no_bit():
-    later = dicts([[99, 0.1, 0.1]])
+    later = rows((99, 0.1, 0.1))
     assert scheduled(2, schedule=None) == scheduled(2, schedule=later)
 
 
@@ -91,11 +84,6 @@ def test_a_row_leaves_what_it_does_not_name():
     (trace,) = scheduled(1, steps=10, schedule=schedule)
     numbers = [trace[n][:2] for n in range(1, 6)]
     assert numbers == [(0.5, 0.75), (0.25, 0.75), (0.25, 0.75), (0.25, 0.5), (0.25, 0.5)]
-
-
-def test_an_outer_optimizer_of_ones_own_has_no_scheduled_numbers():
-    with pytest.raises(SimulationError, match="in the schedule and an outer_optimizer of your own"):
-        run(1, lambda group: None, outer=torch.optim.Adam, schedule=dicts([[4, 1, 0]]))
 
 
 # ---- the length of rounds ----------------------------------------------------------------------
@@ -126,7 +114,7 @@ def test_the_outer_steps_before_a_row_are_those_of_a_run_without_it():
 
 
 @pytest.mark.parametrize("step", range(2, 7))
-@pytest.mark.parametrize("schedule", [SHORT_FIRST["schedule"], dicts(ROWS)], ids=str)
+@pytest.mark.parametrize("schedule", [SHORT_FIRST["schedule"], rows(*ROWS)], ids=str)
 def test_a_joiner_takes_each_outer_step_with_the_same_row(step, schedule):
     def replica(group):
         group.step(*[move(group.id, step) for step in range(30)])
@@ -141,44 +129,3 @@ def test_a_joiner_takes_each_outer_step_with_the_same_row(step, schedule):
     assert [one[n][1:] for n in shared] == [other[n][1:] for n in shared]
     lengths = [[seen[n + 1][0] - seen[n][0] for n in shared[:-1]] for seen in (one, other)]
     assert lengths[0] == lengths[1]
-
-
-# ---- checks ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"schedule": "[]"}, r"schedule='\[\]': give a list of rows such as \{outer_step: 61"),
-    ({"schedule": [7]}, r"schedule\[0\]=7: write a row with outer_step and any of sync_ev"),
-    ({"schedule": [{"outer_step": 3}]}, r"schedule\[0\]=\{'outer_step': 3\}: write a row"),
-    ({"schedule": [{"sync_every": 3}]}, r"schedule\[0\]=.*: write a row with outer_step"),
-    ({"schedule": [{"outer_step": 3, "outer_lrs": 1}]},
-     r"schedule\[0\]: outer_lrs cannot change during a run: did you mean outer_lr\?"),
-    ({"schedule": [{"outer_step": 3, "wire_format": "int8"}]},
-     r"wire_format cannot change during a run: use sync_every, outer_lr, outer_momentum"),
-    ({"schedule": dicts([[0, 0.7, 0.9]])}, r"schedule\[0\]: outer_step=0: use an integer of"),
-    ({"schedule": dicts([[1, -0.7, 0.9]])}, r"schedule\[0\]: outer_lr=-0.7: use a number 0"),
-    ({"schedule": dicts([[1, 0.7, 0.9], [9, 0.7, 1]])},
-     r"schedule\[1\]: outer_momentum=1: use a number between 0 and 1"),
-    ({"schedule": dicts([[9, 0.7, 0.9], [9, 0.4, 0.9]])},
-     r"schedule\[1\]: outer_step=9 does not come after 9: put the rows in ascending order"),
-    ({"schedule": dicts([[n + 1, 1, 0] for n in range(MAX_ROWS + 1)])}, "has 65 rows: use at"),
-    ({"num_fragments": 4, "schedule": [{"outer_step": 3, "sync_every": 30}]},
-     r"schedule\[0\]: sync_every=30 is not divisible by num_fragments=4: use 28 or 32"),
-    ({"fragment_sync_delay": 9, "schedule": [{"outer_step": 3, "sync_every": 8}]},
-     r"schedule\[0\]: fragment_sync_delay=9 is not below .* = 8 / 1 = 8.*: use at most 7"),
-    ({"round_seconds": 60, "schedule": [{"outer_step": 3, "sync_every": 8}]},
-     r"schedule\[0\]: sync_every=8 with round_seconds=60: rounds are a time there"),
-    ({"sync_every": 24, "num_fragments": 24, "fragment_sync_delay": 2},
-     "24 / 24 = 1, .*: use at most 0, or num_fragments=8"),
-])  # fmt: skip
-def test_a_schedule_that_cannot_be_is_refused_with_value_and_fix(settings, message):
-    with pytest.raises(ValueError, match=message):
-        DiLoCoSettings(**settings)
-
-
-def test_equal_schedules_are_equal_however_they_are_written():
-    one = DiLoCoSettings(schedule=dicts([[4, 1, 0]]))
-    assert one == DiLoCoSettings(schedule=(dict(reversed(dicts([[4, 1.0, 0.0]])[0].items())),))
-    assert DiLoCoSettings(schedule=[]) == DiLoCoSettings()
-    assert one.fingerprint()["schedule"] == dicts([[4, 1.0, 0.0]])
-    assert [value_at(one.schedule, "outer_lr", n, 0.7) for n in (1, 3, 4, 5)] == [0.7, 0.7, 1, 1]

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import yaml
+from golden.runs import rows
 
-from composer_replication import DiLoCoSettings
 from composer_replication.arguments import in_yaml
+from composer_replication.settings import MAX_ROWS, DiLoCoSettings, value_at
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -24,11 +25,9 @@ from composer_replication.arguments import in_yaml
     ({"fragment_update_alpha": 1.5}, "fragment_update_alpha=1.5: use a number between 0 and 1"),
     ({"outer_lr": -0.7}, "outer_lr=-0.7: use a number 0 or more"),
     ({"outer_lr": float("nan")}, "outer_lr=nan: use a number 0 or more"),
-    ({"outer_lr": "auto"}, "outer_lr='auto': use a number 0 or more"),
     ({"outer_lr": "0.7"}, "outer_lr='0.7': use a number 0 or more"),
     ({"outer_momentum": 1.0},
      "outer_momentum=1.0: use a number between 0 and 1, exclusive"),
-    ({"outer_momentum": "Auto"}, "outer_momentum='Auto': use a number"),
     ({"outer_nesterov": "yes"}, "outer_nesterov='yes': use true or false"),
     ({"weight_by": "words"}, "weight_by='words': use uniform or steps or samples or tokens"),
     ({"max_sync_retries": -1}, "max_sync_retries=-1: use an integer of at least 0"),
@@ -39,6 +38,29 @@ from composer_replication.arguments import in_yaml
     ({"round_seconds": 0}, "round_seconds=0: use a number 0.001 or more, or auto"),
     ({"round_seconds": "60"}, "round_seconds='60': use a number 0.001 or more, or auto"),
     ({"round_seconds": 60, "weight_by": "uniform"}, "use weight_by=steps, samples or tokens"),
+    ({"schedule": "[]"}, "schedule='[]': give a list of rows such as {outer_step: 61"),
+    ({"schedule": [7]}, "schedule[0]=7: write a row with outer_step and any of sync_ev"),
+    ({"schedule": [{"outer_step": 3}]}, "schedule[0]={'outer_step': 3}: write a row"),
+    ({"schedule": [{"sync_every": 3}]}, "schedule[0]={'sync_every': 3}: write a row with outer_st"),
+    ({"schedule": [{"outer_step": 3, "outer_lrs": 1}]},
+     "schedule[0]: outer_lrs cannot change during a run: did you mean outer_lr?"),
+    ({"schedule": [{"outer_step": 3, "wire_format": "int8"}]},
+     "wire_format cannot change during a run: use sync_every, outer_lr, outer_momentum"),
+    ({"schedule": rows((0, 0.7, 0.9))}, "schedule[0]: outer_step=0: use an integer of"),
+    ({"schedule": rows((1, -0.7, 0.9))}, "schedule[0]: outer_lr=-0.7: use a number 0"),
+    ({"schedule": rows((1, 0.7, 0.9), (9, 0.7, 1))},
+     "schedule[1]: outer_momentum=1: use a number between 0 and 1"),
+    ({"schedule": rows((9, 0.7, 0.9), (9, 0.4, 0.9))},
+     "schedule[1]: outer_step=9 does not come after 9: put the rows in ascending order"),
+    ({"schedule": rows(*((n + 1, 1, 0) for n in range(MAX_ROWS + 1)))}, "has 65 rows: use at"),
+    ({"num_fragments": 4, "schedule": [{"outer_step": 3, "sync_every": 30}]},
+     "schedule[0]: sync_every=30 is not divisible by num_fragments=4: use 28 or 32"),
+    ({"fragment_sync_delay": 9, "schedule": [{"outer_step": 3, "sync_every": 8}]},
+     "8 / 1 = 8, and one fragment is in flight at a time: use at most 7"),
+    ({"round_seconds": 60, "schedule": [{"outer_step": 3, "sync_every": 8}]},
+     "schedule[0]: sync_every=8 with round_seconds=60: rounds are a time there"),
+    ({"sync_every": 24, "num_fragments": 24, "fragment_sync_delay": 2},
+     ": use at most 0, or num_fragments=8"),
 ])  # fmt: skip
 def test_a_bad_value_is_refused_with_value_and_fix(arguments, message):
     with pytest.raises(ValueError) as caught:
@@ -115,3 +137,12 @@ VALUES = None, True, math.inf, -math.inf, "auto", "*a, b", 'say "no"', 0.5
 @pytest.mark.parametrize("value", VALUES)
 def test_a_value_in_yaml_is_read_as_it_was(value):
     assert yaml.safe_load(in_yaml({"key": [value, "7"]})) == {"key": [value, "7"]}
+
+
+def test_equal_schedules_are_equal_however_they_are_written():
+    one = DiLoCoSettings(schedule=rows((4, 1, 0)))
+    (row,) = rows((4, 1.0, 0.0))
+    assert one == DiLoCoSettings(schedule=(dict(reversed(row.items())),))
+    assert DiLoCoSettings(schedule=[]) == DiLoCoSettings()
+    assert one.fingerprint()["schedule"] == [row]
+    assert [value_at(one.schedule, "outer_lr", n, 0.7) for n in (1, 3, 4, 5)] == [0.7, 0.7, 1, 1]
