@@ -14,7 +14,6 @@ from promises.groups import STREAMING, Group, run
 from torch import nn
 
 from composer_replication import simulate
-from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.simulation.simulation import Fault
 
 STREAMS, LENGTH = 24, 64
@@ -163,19 +162,6 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
     assert rows == others == {1: (16, 16), 20: (10, 10)}
     assert [(r.outer_step, r.contribution) for r in reports] == [(1, 1), (2, 1), (3, 0), (4, 1)]
     assert not any(report.steps_lost or report.healed or report.retries for report in reports)
-
-
-def test_synced_samples_by_hand():
-    ledger = Ledger(num_fragments=2)
-    ledger.read_from(7)
-    own = ledger.send(0, 10, contributes=True)
-    assert own == SyncedSamples(7, 0, 10)
-    ledger.commit([own, SyncedSamples(8, 3, 4), SyncedSamples(0, 9, 9)])
-    ledger.has_synced(0, 10)
-    assert ledger.send(1, 12, contributes=True) == SyncedSamples(7, 10, 12)
-    assert ledger.send(1, 12, contributes=False) == SyncedSamples(7, 0, 10)
-    ledger.commit([SyncedSamples(8, 1, 9)])
-    assert ledger.rows() == [[7, 0, 10], [8, 3, 9]]  # what is in the model stays in it
 
 
 def test_leaving_out_overlapped_steps_is_refused():

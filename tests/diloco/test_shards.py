@@ -6,7 +6,6 @@ rank that holds all.
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -137,33 +136,3 @@ def one_of_all(value):
 
 def test_norms_digest_and_finiteness_are_of_all_ranks_and_shares_make_up_the_whole(tmp_path):
     run_groups(one_rank, RANKS, folder=str(tmp_path))
-
-
-@dataclass
-class OneOf:
-    """Stands in for a process group of which nobody sends anything."""
-
-    place: int
-    num_ranks: int
-
-    def rank(self):
-        return self.place
-
-    def size(self):
-        return self.num_ranks
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-@pytest.mark.parametrize("sizes", [[5], [3, 40], [1, 100, 1], [0, 33, 0], [16, 16], [2] * 50])
-def test_every_element_is_in_the_share_of_one_rank_in_order(sizes, ranks):
-    whole = torch.arange(sum(sizes))
-    tensors = whole.split(sizes)
-    seen = []
-    for rank in range(ranks):
-        share = Shards(tensors, OneOf(rank, ranks))
-        own = list(share.own(tensors))
-        assert [part.numel() for part in own] == share.sizes
-        assert torch.equal(torch.cat(own), whole[share.start : share.stop])
-        assert share.stop - share.start == share.padded / ranks
-        seen += [element for part in own for element in part.tolist()]
-    assert seen == whole.tolist()

@@ -30,10 +30,6 @@ def test_the_allreduce_averages_and_sums(reduce_op, expected):
     assert in_quorum(replica, 3) == [(expected, True, True, 1)] * 3
 
 
-def test_results_come_back_in_the_order_of_the_replicas():
-    assert simulate(lambda sim: sim.replica_id, num_replicas=8) == list(range(8))
-
-
 def test_allreduces_started_one_after_the_other_are_waited_for_in_any_order():
     def replica(sim):
         tensors = [torch.tensor([float(sim.replica_id * 10 + i)]) for i in range(3)]
@@ -76,32 +72,6 @@ def test_a_peer_that_never_comes_is_a_timeout():
 
     with pytest.raises(SimulationError, match="no quorum within timeout_s=0.2"):
         simulate(replica, num_replicas=2, timeout_s=0.2)
-
-
-def test_who_is_behind_takes_the_state_of_one_who_is_not():
-    def replica(sim):
-        held = {"value": sim.replica_id}
-        sim.manager.register_state_dict_fn("held", held.update, lambda: dict(held))
-        if sim.replica_id == 1:
-            sim.manager.load_state_dict({"step": 7, "batches_committed": 0})
-        sim.manager.start_quorum()
-        return held["value"], sim.manager.current_step(), sim.manager.num_participants()
-
-    assert simulate(replica, num_replicas=3) == [(1, 7, 3)] * 3
-
-
-def test_a_late_replica_is_waited_for_once_its_time_has_come():
-    def replica(sim):
-        seen = []
-        while sim.manager.current_step() < 4:
-            sim.manager.start_quorum()
-            sim.manager.should_commit()
-            seen.append(sim.manager.num_participants())
-        return seen
-
-    early, late = simulate(replica, num_replicas=2, faults=[Fault("late", replica_id=1, step=2)])
-    assert early == [1, 1, 2, 2]
-    assert late == [2, 2]
 
 
 @pytest.mark.parametrize(("call", "message"), [
