@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, plain_sgd
-from promises.groups import run
+from promises.groups import STREAMING, run
 
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 
@@ -35,27 +35,26 @@ def trained(*arguments, replica=train, dtype=torch.float32, by=(0, 1), **setting
     return [columns for columns, _ in runs]
 
 
+AT_THE_END_OF_A_ROUND = [
+    {"outer": outer, "sync_every": 4}
+    for outer in (nesterov_sgd(momentum=0.9), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1))
+]
+IN_MID_ROUND = [
+    {"wire_format": wire_format, "dtype": dtype, **settings}
+    for wire_format in ("float32", "int8", "fp4")
+    for dtype in (torch.float32, torch.bfloat16)
+    for settings in ({"sync_every": 2}, {"sync_every": 4, **STREAMING, "fragment_sync_delay": 2})
+]
+
+
 @pytest.mark.parametrize(
-    "outer", [nesterov_sgd(momentum=0.9), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1)]
+    ("settings", "after"), [(e, 4) for e in AT_THE_END_OF_A_ROUND] + [(e, 3) for e in IN_MID_ROUND]
 )
-def test_frozen_at_the_end_of_a_round_it_never_moves_again(outer):
-    for local_a, theta_a, theta_b in trained(9, 4, outer=outer):
-        assert set(local_a[3:]) == set(theta_a[3:]) == {local_a[3]}
-        assert len(set(theta_b[3:])) == 3, "what is not frozen goes on"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wire_format", ["float32", "int8", "fp4"])
-@pytest.mark.parametrize("settings", [
-    {"sync_every": 2},
-    {"sync_every": 4, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5},
-], ids=["vanilla", "streaming"])  # fmt: skip
-def test_frozen_in_mid_round_it_takes_one_outer_step_more(settings, wire_format, dtype):
-    runs = trained(20, 3, dtype=dtype, wire_format=wire_format, **settings)
-    for local_a, theta_a, theta_b in runs:
-        # It is frozen after 3 steps: the sync of step 4 has what was trained until then.
+def test_frozen_it_takes_the_outer_step_that_is_due_and_never_moves_again(settings, after):
+    for local_a, theta_a, theta_b in trained(20, after, **settings):
+        # The sync of step 4 has what was trained until then.
         assert set(theta_a[4:]) == {theta_a[4]} and theta_a[4] != theta_a[0]
-        assert set(local_a[4:]) == {torch.tensor(theta_a[4]).to(dtype).item()}
+        assert set(local_a[4:]) == {torch.tensor(theta_a[4]).to(settings.get("dtype")).item()}
         assert len(set(theta_b[4:])) > 3, "what is not frozen goes on"
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, TinyMLP, plain_sgd, take_step
-from promises.groups import Group, attempt, run
+from promises.groups import Group, attempt, run, sgd
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
@@ -183,33 +183,29 @@ def test_a_frozen_parameter_is_neither_sent_nor_backed_up_nor_decayed():
     ]
 
 
-def test_what_is_also_synced_is_frozen_and_belongs_to_the_global_state():
-    def model():
-        made = Constant(a=(2,), b=(3,))
-        made.b.requires_grad_(False)
-        return made
+def with_b_frozen():
+    made = Constant(a=(2,), b=(3,))
+    made.b.requires_grad_(False)
+    return made
 
+
+def test_what_is_also_synced_is_frozen_and_belongs_to_the_global_state():
     def replica(group):
         group.step(*[1.0] * 4)
         return group.diloco.global_parameters()["b"].tolist(), group.local[0]
 
-    ((b, a),) = run(1, replica, model=model, sync_every=2, also_synced=["b"])
+    ((b, a),) = run(1, replica, model=with_b_frozen, sync_every=2, also_synced=["b"])
     assert b == [10.0] * 3 and a > 10
 
 
 def test_training_what_was_frozen_when_it_began_is_an_error_that_names_it():
-    def model():
-        made = Constant(a=(2,), b=(3,))
-        made.b.requires_grad_(False)
-        return made
-
     def replica(group):
         group.step(1.0)
         group.model.b.requires_grad_(True)
         group.step(1.0)
 
     with pytest.raises(SimulationError, match="frozen when training began, and trained now: b"):
-        run(1, replica, model=model, sync_every=2)
+        run(1, replica, model=with_b_frozen, sync_every=2)
 
 
 def test_weights_tied_over_two_fragments_move_once():
@@ -217,7 +213,7 @@ def test_weights_tied_over_two_fragments_move_once():
     def replica(sim):
         model = nn.Sequential(Constant(), Constant(3.0), Constant())
         model[2].weight = model[0].weight
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        inner = sgd(model.parameters())
         parts = [model[0], nn.Sequential(model[1], model[2])]
         seen = []
         with DiLoCo(sim.manager, parts, inner, plain_sgd(0.7), 2):
