@@ -7,12 +7,12 @@ import re
 import shutil
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 from debian import unpacked
+from waiting import wait_until
 
 PACKAGES = "slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15"
 NODES = ("site0", "site1")
@@ -95,7 +95,7 @@ class SlurmCluster:
         for name in NODES:
             self.start_node(name)
         try:
-            wait_for(lambda: self.nodes() == {name: "idle" for name in NODES}, 60, self.logs)
+            wait_until(lambda: self.nodes() == {name: "idle" for name in NODES}, 60, self.logs)
         except BaseException:
             self.__exit__()
             raise
@@ -175,27 +175,12 @@ class SlurmCluster:
 
     def logs(self) -> str:
         """The end of what Slurm and its jobs have said."""
-        told = ""
+        said = ""
         for path in [*self.folder.glob("*.out"), *self.folder.glob("*.txt")]:
             lines = re.split(r"[\r\n]+", path.read_text(errors="replace"))
             last = [line for line in lines if line.strip() and "%|" not in line][-20:]
-            told += "\n".join(["", f"--- {path.name}", *last])
-        return told
-
-
-def wait_for(is_so: Callable[[], bool], seconds: float, told: Callable[[], str]) -> float:
-    """Wait until something is so, and return the seconds that it took.
-
-    Args:
-        is_so: Whether it is so.
-        seconds: How long to wait at most.
-        told: What to show if it never is.
-    """
-    began = time.monotonic()
-    while not is_so():
-        assert time.monotonic() < began + seconds, told()
-        time.sleep(0.1)
-    return time.monotonic() - began
+            said += "\n".join(["", f"--- {path.name}", *last])
+        return said
 
 
 def _free_ports(count: int) -> list[int]:

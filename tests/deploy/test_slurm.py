@@ -12,6 +12,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,8 @@ from debian import MissingProgram
 from integration.groups import free_port
 from pace import paced
 from run_events import result_of, syncs_of
-from slurm_cluster import NODES, SlurmCluster, fetch_slurm, wait_for
+from slurm_cluster import NODES, SlurmCluster, fetch_slurm
+from waiting import wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "slurm"
 TRAIN = DEPLOY.parents[1] / "examples" / "train.py"
@@ -84,7 +86,10 @@ class Run:
         return syncs_of(self.folder / f"replica_{group}")
 
     def wait(self, is_so, seconds=180):
-        return wait_for(is_so, seconds, self.slurm.logs)
+        """Wait until something is so, and return the seconds that it took."""
+        began = time.monotonic()
+        wait_until(is_so, seconds, self.slurm.logs)
+        return time.monotonic() - began
 
     def wait_for_commit(self, group, participants, seconds=180):
         """Wait until a group commits a sync with so many groups from now on."""

@@ -25,6 +25,14 @@ STREAMING = {
 }
 LEARNING = {"model": Buffered, "inner": adamw, "outer": nesterov_sgd(), "digest_every": 1}
 STEPS = 20
+SCHEDULES = {
+    "outer numbers": [
+        {"outer_step": 3, "outer_lr": 0.25, "outer_momentum": 0.5},
+        {"outer_step": 5, "outer_lr": 1, "outer_momentum": 0},
+        {"outer_step": 7, "outer_lr": 0.5, "outer_momentum": 0.75},
+    ],
+    "short rounds": [{"outer_step": 4, "sync_every": 6}],
+}
 
 
 def end(group):
@@ -56,21 +64,22 @@ def resumed(sim, saved, at, settings, *, until=STEPS):
     return group
 
 
-def slow(settings, **named):
-    return pytest.param(settings, marks=pytest.mark.slow, **named)
+RESUMED = {
+    "vanilla": {"sync_every": 4},
+    "streaming": STREAMING,
+    "int8": {"sync_every": 4, "wire_format": "int8"},
+    "weighted": {"sync_every": 4, "weight_by": "steps"},
+    "fragments": {"sync_every": 6, "num_fragments": 3},
+    "nearly always in flight": {**STREAMING, "fragment_sync_delay": 3},
+    "streaming in fp4": {**STREAMING, "wire_format": "fp4"},
+}
+for name, rows in SCHEDULES.items():
+    scheduled = {"outer": None, "sync_every": 2, "schedule": rows}
+    RESUMED |= {name: scheduled, f"{name}, overlapped": scheduled | {"fragment_sync_delay": 1}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [
-    pytest.param({"sync_every": 4}, id="vanilla"),
-    pytest.param(STREAMING, id="streaming"),
-    pytest.param({"sync_every": 4, "wire_format": "int8"}, id="int8"),
-    # What the others show already, in other settings.
-    slow({"sync_every": 4, "weight_by": "steps"}, id="weighted"),
-    slow({"sync_every": 6, "num_fragments": 3}, id="fragments"),
-    slow({**STREAMING, "fragment_sync_delay": 3}, id="nearly always in flight"),
-    slow({**STREAMING, "wire_format": "fp4"}, id="streaming in fp4"),
-])  # fmt: skip
+@pytest.mark.parametrize("settings", RESUMED.values(), ids=RESUMED)
 def test_stopped_after_any_step_and_resumed_is_bitwise_uninterrupted(settings):
     ends, saved = run_whole(settings)
     for at in range(1, STEPS + 1):  # the last one is extended by nothing but the final sync
@@ -244,40 +253,6 @@ def test_an_average_that_is_to_be_global_is_remembered():
     settings = {"model": partial(Constant, a=(2,)), "sync_every": 3}
     (saved,) = run(1, begin, **settings)
     assert run(1, go_on, saved=saved, **settings) == [([7.0], False)]
-
-
-SCHEDULES = {
-    "outer numbers": [
-        {"outer_step": 3, "outer_lr": 0.25, "outer_momentum": 0.5},
-        {"outer_step": 5, "outer_lr": 1, "outer_momentum": 0},
-        {"outer_step": 7, "outer_lr": 0.5, "outer_momentum": 0.75},
-    ],
-    "short rounds": [{"outer_step": 4, "sync_every": 6}],
-}
-
-
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.slow
-def test_a_resume_goes_on_in_the_row_in_which_it_stopped(schedule, delay):
-    settings = LEARNING | {"outer": None, "sync_every": 2, "schedule": schedule}
-    settings |= {"fragment_sync_delay": delay, "num_replicas": 2}
-    names = ("outer_step", "inner_steps", "outer_lr", "outer_momentum", "global_digest")
-
-    def train(group, at=0):
-        saved = {}
-        for step in range(at, STEPS):
-            group.learn(step, step + 1)
-            saved[step + 1] = group.save()
-        return group.of_reports(*names), saved
-
-    whole = run(2, train, **settings)
-    for at in range(1, STEPS):
-        own = [{"saved": saved[at]} for _, saved in whole]
-        for (rows, _), (expected, _) in zip(
-            run(2, partial(train, at=at), own=own, **settings), whole, strict=True
-        ):
-            assert rows == [row for row in expected if row[1] > at]
 
 
 def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):
