@@ -68,7 +68,9 @@ def test_a_package_imports_those_below_it_alone(package):
         assert {parts[0] for parts in own_parts(path)} <= allowed, path
 
 
-@pytest.mark.parametrize("package", ["data", "group", "callback", "training", "hf.py", *CLIENT])
+@pytest.mark.parametrize(
+    "package", ["data", "group", "callback", "training", "hf.py", *sorted(CLIENT)]
+)
 def test_groups_and_the_client_of_the_coordinator_know_nothing_of_the_service(package):
     own = package if package not in CLIENT else f"coordinator/{package}.py"
     for path in modules_of(own):
