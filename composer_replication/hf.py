@@ -39,7 +39,7 @@ STATE = "diloco.pt"
 
 
 class TrainerJob(Host):
-    """What a replica group asks of a ``Trainer``. A joiner gets its step and its scheduler.
+    """A ``Trainer`` as the host of a replica group. A joiner takes over its step and scheduler.
 
     Attributes:
         trainer: The Trainer whose ``train`` runs, or ran last.
@@ -137,8 +137,9 @@ class DiLoCoTrainerCallback(TrainerCallback):
     Example:
         .. code-block:: python
 
+            data = replica_shard(dataset)  # each group has its own samples
             diloco = DiLoCoTrainerCallback(sync_every=100)
-            trainer = Trainer(model, args, train_dataset=dataset, callbacks=[diloco])
+            trainer = Trainer(model, args, train_dataset=data, callbacks=[diloco])
 
     Raises:
         ValueError: An argument is out of range.

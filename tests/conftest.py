@@ -1,4 +1,4 @@
-"""For all tests."""
+"""The environment of all tests, and the order in which they run."""
 
 import gc
 import itertools
@@ -20,11 +20,11 @@ gc.disable()  # until all tests are imported: it would look at all that they imp
 
 @pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests into the order in which xdist's workers end at about the same time.
+    """Order the tests so that xdist's workers end at about the same time.
 
-    ``--dist worksteal`` cuts the list into one share for each worker. Each begins with its part of
-    the longest tests, since one that is begun late is waited for. Then half of the workers go on
-    with tests that start processes, which wait much, while the others compute.
+    ``--dist worksteal`` cuts the list into one share for each worker. A share begins with some of
+    the longest tests, because all workers would wait for a long test that starts late. After that,
+    half of the workers run tests that start processes and mostly wait, while the others compute.
     """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     computing = [item for item in items if item.get_closest_marker("integration") is None]
@@ -46,7 +46,7 @@ def _is_first(item: pytest.Item) -> bool:
 
 
 def _deal(items: list[pytest.Item], workers: int) -> list[list[pytest.Item]]:
-    """Deal tests out to workers, those of a module that is marked ``together`` to one of them."""
+    """Divide tests between workers; those of a module marked ``together`` go to the same one."""
     hands: list[list[pytest.Item]] = [[] for _ in range(workers)]
     hand_of: dict[str, list[pytest.Item]] = {}
     turns = itertools.cycle(hands)
@@ -60,7 +60,7 @@ def _deal(items: list[pytest.Item], workers: int) -> list[list[pytest.Item]]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collector from looking at a million objects of imported modules, which stay."""
+    """Keep the garbage collector from checking a million objects that are never freed."""
     gc.collect()
     gc.freeze()
     gc.enable()

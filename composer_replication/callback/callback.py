@@ -30,10 +30,10 @@ class DiLoCoCallback(Callback):
     """Make a Composer ``Trainer`` one replica group of a DiLoCo run.
 
     Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
-    ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, equal in all groups, and of
-    ``ReplicaOptions``, which may differ; both document them. ``replica_id``,
-    ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment variables. With
-    ``num_replicas=1`` and no lighthouse the job trains alone, without a network.
+    ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, which have to be equal in all
+    groups, and those of ``ReplicaOptions``, which may differ. ``replica_id``, ``num_replicas``,
+    ``lighthouse_addr`` and ``run_dir`` default to environment variables. With ``num_replicas=1``
+    and no lighthouse the job trains alone, without a network.
 
     Example:
         .. code-block:: yaml
@@ -52,13 +52,13 @@ class DiLoCoCallback(Callback):
     ===============================  ===================================================
     ``diloco/outer_step``            outer steps committed so far
     ``diloco/round``                 rounds so far
-    ``diloco/fragment``              which fragment was synchronised, from 0
+    ``diloco/fragment``              number of the fragment that was synced, from 0
     ``diloco/num_participants``      groups in the quorum
     ``diloco/contribution``          this group's weight in the mean
     ``diloco/total_contribution``    the sum of all weights
-    ``diloco/sync_seconds``          how long training was blocked by it
-    ``diloco/wait_seconds``          the part of it spent waiting for the quorum
-    ``diloco/compute_fraction``      fraction of time since the last sync spent training
+    ``diloco/sync_seconds``          how long the sync blocked training
+    ``diloco/wait_seconds``          how long of that it waited for the quorum
+    ``diloco/compute_fraction``      share of time since the last sync spent training
     ``diloco/bytes_sent``            size of this rank's messages in the wire format
     ``diloco/bytes_float32``         size that they would have in float32
     ``diloco/pseudo_gradient_norm``  L2 norm of this group's pseudo-gradient
@@ -69,7 +69,7 @@ class DiLoCoCallback(Callback):
     ``diloco/sync_every``            inner steps of this group in a round
     ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
     ``diloco/retries``               attempts that did not commit
-    ``diloco/healed``                1 if the group took over the global state in it
+    ``diloco/healed``                1 if the group took over the global state, else 0
     ``diloco/outer_lr``              learning rate of the outer optimizer
     ``diloco/outer_momentum``        momentum of the outer optimizer
     ``diloco/global_digest``         SHA-256 of the global parameters (run folder only)

@@ -34,9 +34,10 @@ def group_data_of(
 
     Args:
         loader: The job's training loader.
-        options: Of this group.
-        diloco: The DiLoCo that will train on it.
-        membership: The group's, in a run with a coordinator, which leases the samples; else None.
+        options: The group's options.
+        diloco: The DiLoCo that will train on the samples.
+        membership: The group's membership in a run with a coordinator, which leases the samples;
+            None in a run without one.
         sync_idle: See ``LeasedData``.
         epochs: After how many epochs training ends; infinite if it does not end by epochs.
 
@@ -59,12 +60,12 @@ def group_data_of(
 
 
 class GroupData:
-    """Feeds a loader with a fixed shard of its dataset, and knows what was trained on.
+    """Feeds a loader with a fixed shard of its dataset, and knows up to where it was trained on.
 
     Args:
-        loader: Of this rank.
-        diloco: Which trains on it.
-        options: Of this group: they say which shard is its own.
+        loader: The loader of this rank.
+        diloco: The DiLoCo that trains on the samples.
+        options: The group's options, which say which shard it reads.
     """
 
     def __init__(self, loader: ReplicaDataLoader, diloco: DiLoCo, options: ReplicaOptions) -> None:
@@ -100,7 +101,7 @@ class GroupData:
         return {"number": position.number, "position": position.samples}
 
     def load_state_dict(self, reading: Mapping[str, Any]) -> None:
-        """Continue from that position, at ``start``."""
+        """Take a position of ``state_dict``, at which ``start`` then begins to read."""
         self._start = StreamPosition(reading.get("number", 0), reading["position"])
 
     def start(self) -> None:
@@ -115,7 +116,7 @@ class GroupData:
         self._loader.read(shard.lease, self._start, lambda: False)
 
     def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
-        """The trainer is about to read a batch.
+        """Prepare for a batch, before the trainer reads it.
 
         Args:
             epoch: The epoch, from 0.
@@ -148,10 +149,10 @@ class LeasedData(GroupData):
     one that needs a lease then waits until it is back.
 
     Args:
-        loader: Of this rank.
-        diloco: Which trains on it.
-        options: Of this group.
-        membership: The group's, in the run.
+        loader: The loader of this rank.
+        diloco: The DiLoCo that trains on the samples.
+        options: The group's options.
+        membership: The group's membership in the run, with the connection to the coordinator.
         sync_idle: Called on every rank while the group waits: takes part in the others' next sync
             without samples, and then calls ``after_sync``.
 
@@ -184,7 +185,7 @@ class LeasedData(GroupData):
         log.info("Leases samples of %r, as all groups with a dataset of that name", loader.spec)
 
     def load_state_dict(self, reading: Mapping[str, Any]) -> None:
-        """Continue in the checkpoint's stream, at ``start``."""
+        """Take a position of ``state_dict``, in a stream that ``start`` then asks for again."""
         super().load_state_dict(reading)
         self._membership.stream = reading["stream"]
 
@@ -234,7 +235,7 @@ class LeasedData(GroupData):
         self._reader = self._loader.read(source, position, self._has_more)
 
     def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
-        """The trainer is about to read a batch."""
+        """Prepare for a batch, before the trainer reads it."""
         super().before_batch(epoch, batches_done, epochs)
         self._epoch, self._is_last_epoch = epoch, epoch + 1 >= epochs
 

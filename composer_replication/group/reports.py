@@ -1,4 +1,4 @@
-"""What a group says of its syncs and its position: to loggers, its log and its folder."""
+"""Reports a group's syncs and its position: to loggers, to its log and into its folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Reports:
         folder: The group's folder.
         settings: The run's settings.
         host: The group's trainer.
-
     """
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
@@ -66,7 +65,7 @@ class Reports:
         """Log the settings, and warn of those that are risky.
 
         Args:
-            source: Where they come from, in words.
+            source: Where the settings come from, in words.
         """
         momentum = self._settings.momentum_warning(self._host.last_step(is_bound=True))
         if not rank():

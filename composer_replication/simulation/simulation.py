@@ -1,8 +1,8 @@
 """Runs k replica groups as threads of one process that average through shared memory.
 
-``diloco/`` runs unchanged: the simulation replaces the manager and nothing else. The replicas are
-threads because torchft starts and awaits an allreduce inside one ``optimizer.step()``, so a single
-thread cannot step them in turn (ADR-007).
+The package ``diloco`` runs unchanged: only the manager is another one. The replicas are threads
+because torchft starts and awaits an allreduce inside one ``optimizer.step()``, so a single thread
+cannot step them in turn (ADR-007).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SimulatedReplica:
     Attributes:
         replica_id: Number of the replica, from 0.
         num_replicas: Number of replicas in the simulation.
-        manager: Replaces ``torchft.manager.Manager``: pass it to ``DiLoCo``.
+        manager: The manager of this replica, in place of torchft's: pass it to ``DiLoCo``.
     """
 
     replica_id: int
@@ -53,7 +53,7 @@ def simulate(
     Args:
         replica_fn: Trains one replica group. It builds ``DiLoCo`` on ``sim.manager``.
         num_replicas: Number of replicas to run.
-        faults: Scripted faults.
+        faults: Faults to inject, see :class:`Fault`.
         timeout_s: Longest wait of a replica for its peers, in seconds. After it, all replicas are
             stopped. None waits for ever.
 

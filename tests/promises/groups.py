@@ -9,13 +9,13 @@ from torch import nn
 from composer_replication import DiLoCo, simulate
 
 STREAMING = {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
-"""For the settings of a test: the outer step comes one inner step after the sync began."""
+"""Settings with which the outer step comes one inner step after its sync has begun."""
 
 MOVES = (-1.0, -2.0, -6.0)
-"""What an inner step of each of three groups adds."""
+"""What an inner step adds to each parameter, in each of three groups."""
 
 ALL, TWO = 2 * 3.0, 2 * 1.5
-"""What a round of two such steps moves: the mean of three groups, and of the first two."""
+"""What a round of two such steps adds: the mean of all three groups, and of the first two."""
 
 
 def adamw(parameters):
@@ -29,19 +29,19 @@ def sgd(parameters, lr=1.0):
 
 
 class Group:
-    """A replica group: a context in which it has joined the others.
+    """A replica group, which is with the others inside of its ``with`` block.
 
     Args:
-        sim: What ``simulate`` passes to it.
-        model: What it trains, or what makes it. None: a scalar of value 10.
-        outer: As of ``DiLoCo``.
-        inner: Builds its inner optimizer.
-        saved: What ``save`` returned, of a group that this one continues.
-        min_size: As ``min_replica_size`` of its manager.
-        settings: Any of ``DiLoCo``.
+        sim: What ``simulate`` passes to the replica function.
+        model: The model, or a function that makes it. None: a scalar of value 10.
+        outer: The outer optimizer, as for ``DiLoCo``.
+        inner: Makes the inner optimizer of the model's parameters.
+        saved: A checkpoint of ``save``, from which the group continues.
+        min_size: The manager's ``min_replica_size``.
+        settings: Further arguments of ``DiLoCo``.
 
     Attributes:
-        reports: Of its syncs so far.
+        reports: The reports of its syncs so far.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Group:
         return self.diloco.__exit__(*raised)
 
     def step(self, *moves):
-        """Inner steps that add so much to every parameter."""
+        """Take an inner step for each move, which is added to every parameter."""
         for move in moves:
             take_step(self.inner, move)
             self.reports += self.diloco.pop_finished_syncs()
 
     def learn(self, first, last):
-        """Inner steps on samples of its own."""
+        """Take inner steps on the group's own batches from ``first`` to before ``last``."""
         device = next(self.model.parameters()).device
         for number in range(first, last):
             self.inner.zero_grad()
@@ -82,12 +82,12 @@ class Group:
             self.reports += self.diloco.pop_finished_syncs()
 
     def end(self):
-        """The final sync."""
+        """Make the final sync."""
         self.diloco.final_sync()
         self.reports += self.diloco.pop_finished_syncs()
 
     def save(self):
-        """A checkpoint, through a file, as tensors and plain containers."""
+        """A checkpoint, as the bytes of a file that is loaded without running code."""
         file = io.BytesIO()
         states = [each.state_dict() for each in (self.diloco, self.model, self.inner)]
         torch.save(states, file)
@@ -105,25 +105,25 @@ class Group:
 
     @property
     def digests(self):
-        """The digest after each outer step; with ``digest_every=1``."""
+        """The digest after each outer step, if ``digest_every`` is 1."""
         return {report.outer_step: report.global_digest for report in self.reports}
 
     def of_reports(self, *names):
-        """These fields of all reports, as tuples; one field by itself."""
+        """The named fields of all reports: a tuple for each report, or a value for one name."""
         rows = [tuple(getattr(report, name) for name in names) for report in self.reports]
         return [row[0] for row in rows] if len(names) == 1 else rows
 
 
 def run(k, replica, *faults, own=(), timeout_s=60.0, **settings):
-    """What a function of a joined ``Group`` returns, for each of k groups.
+    """Call a function in each of k groups that have joined, and return its results.
 
     Args:
-        k: How many groups.
-        replica: The function.
-        faults: Scripted ones.
-        own: Settings of each group that the others do not have.
-        timeout_s: As of ``simulate``.
-        settings: Of all groups; see ``Group``.
+        k: The number of groups.
+        replica: The function, which gets its ``Group``.
+        faults: Scripted faults.
+        own: For each group, settings that the others do not have.
+        timeout_s: As for ``simulate``.
+        settings: Settings of all groups, as for ``Group``.
     """
 
     def joined(sim):
@@ -134,7 +134,7 @@ def run(k, replica, *faults, own=(), timeout_s=60.0, **settings):
 
 
 def learn(k, steps, *faults, **settings):
-    """The digests of k groups that train a small network on samples of their own."""
+    """Train a small network in k groups, each on its own samples, and return their digests."""
 
     def replica(group):
         group.learn(0, steps)
@@ -145,7 +145,7 @@ def learn(k, steps, *faults, **settings):
 
 
 def trace(group, *moves, ends=False):
-    """The local and the global scalar after each inner step, and after the final sync if asked."""
+    """Take steps; the local and global scalar after each, and after a final sync if ``ends``."""
     seen = []
     for move in moves:
         group.step(move)
@@ -157,13 +157,13 @@ def trace(group, *moves, ends=False):
 
 
 def traces(k, moves, steps, *faults, ends=False, **settings):
-    """The traces of k groups with a plain outer step of learning rate 1, by a move of each."""
+    """The traces of k groups that each repeat a move, with plain outer steps of learning rate 1."""
     settings = {"outer": plain_sgd()} | settings
     return run(k, lambda g: trace(g, *[moves[g.id]] * steps, ends=ends), *faults, **settings)
 
 
 def attempt(function):
-    """The same function, which gives the error that ends it as a text."""
+    """The same function, but it returns an error as text where it would raise it."""
 
     def guarded(*arguments, **named):
         try:
