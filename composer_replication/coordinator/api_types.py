@@ -21,6 +21,7 @@ Name = Annotated[
     str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"), AfterValidator(_printable)
 ]
 TensorName = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
+MetricName = Annotated[str, Field(pattern=r"^[a-z0-9_/]{1,64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
@@ -68,10 +69,8 @@ class Heartbeat(StrictBody):
     outer_step: Count | None = None
     round: Number = None
     loss: Number = None
-    num_participants: Count | None = None
-    sync_seconds: Number = None
-    compute_fraction: Number = None
     steps_per_second: Number = None
+    metrics: Annotated[dict[MetricName, Number], Field(max_length=64)] = {}
     digest_step: Count | None = None
     global_digest: Annotated[str | None, Field(pattern=r"^[0-9a-f]{64}$")] = None
 

@@ -17,7 +17,6 @@ from composer_replication.diloco.fragments import persistent_buffers
 from composer_replication.diloco.global_state import digest_of
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import (
-    OF_A_SYNC,
     RESUME,
     START,
     SYNC,
@@ -133,9 +132,9 @@ class Reports:
             self._losses.clear()
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
-            self._last_sync |= {name: getattr(report, name) for name in OF_A_SYNC}
             metrics["diloco/round"] = self._round(report.inner_steps, report.outer_step)
             self._host.log_metrics({**metrics})
+            self._last_sync["metrics"] = {**metrics}
             if report.global_digest is not None:
                 self._last_sync["digest_step"] = report.outer_step
                 self._last_sync["global_digest"] = report.global_digest

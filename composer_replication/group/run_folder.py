@@ -48,8 +48,6 @@ WARN_EVERY_S = 60.0
 """How often a warning says that a file cannot be written, in seconds."""
 
 OUTER_STEP = "diloco/outer_step"
-OF_A_SYNC = "num_participants", "sync_seconds", "compute_fraction"
-"""Fields of the newest ``SyncReport`` that the page shows of a group, beside the outer step."""
 
 
 def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:

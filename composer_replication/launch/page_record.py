@@ -17,7 +17,7 @@ from composer_replication.coordinator.page import (
     write_report_html,
 )
 from composer_replication.group import run_folder
-from composer_replication.group.run_folder import OF_A_SYNC, START
+from composer_replication.group.run_folder import START
 from composer_replication.launch.group import MAX_EVENTS, Group
 from composer_replication.launch.run_record import Run, result_of
 from composer_replication.replica.json_files import read_json
@@ -123,9 +123,7 @@ def _ended_group(run: Run, id: str) -> dict[str, Any]:
     status = run.groups[id].status
     if id in run.results:
         status["phase"] = "finished"
-    sync = run.groups[id].newest
-    newest = {name: sync[key] for name in OF_A_SYNC if (key := f"diloco/{name}") in sync}
-    return {**status, **newest, "is_alive": False, "last_seen_s": None}
+    return {**status, "metrics": run.groups[id].newest, "is_alive": False, "last_seen_s": None}
 
 
 def _files_of(run: Run) -> list[str]:

@@ -512,10 +512,18 @@ def test_the_page_has_what_heartbeats_tell_and_what_the_folder_adds(tmp_path, cl
     }
     client, database = make(tmp_path, clock, record=lambda: record)
     register(client)
-    beat(client, batch=20, loss=3.5, compute_fraction=0.9, digest_step=2, global_digest="ab" * 32)
+    beat(
+        client,
+        batch=20,
+        loss=3.5,
+        metrics={"diloco/bytes_float32": 1.5},
+        digest_step=2,
+        global_digest="ab" * 32,
+    )
     status, page = (client.get(f"/v1/{name}").json() for name in ("status", "page"))
     [group] = status["replicas"]
-    assert (group["compute_fraction"], status["losses"]) == (0.9, {"0": [[20, 3.5]]})
+    assert group["metrics"] == {"diloco/bytes_float32": 1.5}
+    assert status["losses"] == {"0": [[20, 3.5]]}
     with_folder, other = page["replicas"]
     assert (with_folder["loss"], with_folder["inner_share"]) == (3.5, 0.5)
     assert (

@@ -92,9 +92,9 @@ def test_the_report_is_the_page_with_its_data(run_dir):
     assert data["events"][0]["text"].startswith("registration of") and len(data["events"]) > 5
     assert data["report"]["files"] == ["config.yaml"]
     assert data["settings"] == {"outer_lr": 0.35} and data["outer_step"] == SYNCS
-    assert [(g["phase"], g["is_alive"], g["sync_seconds"]) for g in data["replicas"]] == [
-        ("finished", False, 0.25)
-    ] * 3
+    assert [
+        (g["phase"], g["is_alive"], g["metrics"]["diloco/sync_seconds"]) for g in data["replicas"]
+    ] == [("finished", False, 0.25)] * 3
 
 
 def test_the_report_of_a_run_whose_coordinator_was_killed_has_the_folders_part(run_dir):
