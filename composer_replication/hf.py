@@ -96,6 +96,10 @@ class TrainerJob(Host):
         Trainer.log(self.trainer, dict(metrics))
         control.should_log = wants_own
 
+    @property
+    def shows_position(self) -> bool:
+        return any(isinstance(c, ProgressCallback) for c in self.trainer.callback_handler.callbacks)
+
     def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
@@ -201,12 +205,12 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._group.count(batch)
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
-        self._note_progress()
+        self._group.note_progress()
         self._group.show_local()  # a user may have evaluated without on_evaluate
         self._group.begin_step()
 
     def on_substep_end(self, args, state, control, **kwargs: Any) -> None:
-        self._note_progress()
+        self._group.note_progress()
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
         if self._group.end_step(self._loss):
@@ -226,7 +230,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._end()
 
     def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:
-        self._note_progress()
+        self._group.note_progress()
 
     def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any) -> None:
         self._evaluations_left -= 1
@@ -282,10 +286,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         # unless all ranks show them. The next step, or the end, puts the local ones back.
         if self.diloco is not None and self._group.weights is not None:
             self._group.weights.show()
-
-    def _note_progress(self) -> None:
-        if self.diloco is not None:
-            self.diloco.hang_watch.note_progress()
 
 
 def check_parallelism(trainer: Trainer) -> None:

@@ -82,6 +82,8 @@ class DiLoCoCallback(Callback):
         self._group = job.group = job.averages.group = ReplicaGroup(job, arguments)
         self._manager = arguments.get("manager")
         self._is_loading = False
+        # Composer calls this 13 times a step. A subclass may have more handlers than this class.
+        self._unhandled = {e for e in Event if _handler(type(self), e) is _handler(Callback, e)}
         name_the_node()
 
     @property
@@ -107,10 +109,11 @@ class DiLoCoCallback(Callback):
     # ---- Composer's events, in the order in which they come ---------------------------------
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self._group.note_progress()
+        if event in self._unhandled:
+            return
         self._job.state = self._job.averages.state = state
         self._job.logger = logger
-        if self.diloco is not None:
-            self.diloco.hang_watch.note_progress()
         # By identity: Composer's comparison of events is slow enough to show in a step.
         if event is Event.INIT or event is Event.BEFORE_LOAD or event is Event.FIT_START:
             with self._group.rejections():
@@ -201,3 +204,7 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or error is not None:  # an error before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
         self._group.close(error)
+
+
+def _handler(callback: type[Callback], event: Event) -> object:
+    return getattr(callback, event.value)

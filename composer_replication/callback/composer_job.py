@@ -99,11 +99,11 @@ class ComposerJob(Host):
         state, end = self.state, self.state.max_duration
         if end is None:
             return None
-        if end.unit == TimeUnit.BATCH:
+        if end.unit is TimeUnit.BATCH:
             return end.value
         # The length of a ReplicaDataLoader is an upper bound.
         is_shared = isinstance(state.train_dataloader, ReplicaDataLoader) and not is_bound
-        if end.unit == TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
+        if end.unit is TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
             # A group that has joined others counts their batches, but is at its own position in
             # the epoch.
             now = state.timestamp
@@ -115,7 +115,7 @@ class ComposerJob(Host):
     @property
     def epochs(self) -> float:
         end = self.state.max_duration
-        return end.value if end is not None and end.unit == TimeUnit.EPOCH else math.inf
+        return end.value if end is not None and end.unit is TimeUnit.EPOCH else math.inf
 
     @property
     def latest_checkpoint(self) -> Path | None:
@@ -130,6 +130,10 @@ class ComposerJob(Host):
         for destination in self.logger.destinations:
             with fence(f"the metrics of a sync in {type(destination).__name__}"):
                 destination.log_metrics(dict(metrics), self.steps)
+
+    @property
+    def shows_position(self) -> bool:
+        return any(isinstance(each, ProgressBarLogger) for each in self.logger.destinations)
 
     def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
         for destination in self.logger.destinations:

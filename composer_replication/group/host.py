@@ -145,6 +145,11 @@ class Host:
 
     # ---- what it shows ----------------------------------------------------------------------
 
+    @property
+    def shows_position(self) -> bool:
+        """Whether the trainer has a progress bar, for ``show_position`` after each step."""
+        return False
+
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a sync. It must not raise."""
 

@@ -229,6 +229,11 @@ class ReplicaGroup:
 
     # ---- steps ------------------------------------------------------------------------------
 
+    def note_progress(self) -> None:
+        """Note that training is alive. It is cheap enough for every event of a trainer."""
+        if self.diloco is not None:
+            self.diloco.hang_watch.note_progress()
+
     def begin_step(self) -> None:
         """Count the optimizer's steps as inner steps from now on, until ``end_step``.
 
@@ -288,7 +293,7 @@ class ReplicaGroup:
     def _check_launcher(self) -> None:
         # A rank that outlives its launcher would vote in the name of the group that is started
         # again.
-        if world_size() > 1 and os.getppid() != self._parent:
+        if os.getppid() != self._parent and world_size() > 1:
             raise RuntimeError(
                 "the launcher of this group's ranks has died, so this rank ends. Start the group "
                 "again: it takes over the other groups' state"
@@ -312,14 +317,15 @@ class ReplicaGroup:
         assert self.diloco is not None, "join has made it"
         reports = self.diloco.pop_finished_syncs()
         self._follow_donor()
-        if reports and self._membership is not None:
-            self._membership.check()
-        self._reports.synced(reports)
-        self._reports.note_members(reports, self.manager)
-        done = 0.0 if self.data is None else self.data.done(self.host.epochs)
-        position = self._reports.position(phase, self.diloco, done)
-        if self._membership is not None:
-            self._membership.report_progress(position)
+        if reports:
+            if self._membership is not None:
+                self._membership.check()
+            self._reports.synced(reports, self.manager)
+        if reports or self._reports.is_due(phase):
+            done = 0.0 if self.data is None else self.data.done(self.host.epochs)
+            position = self._reports.position(phase, self.diloco, done)
+            if self._membership is not None:
+                self._membership.report_progress(position)
         if reports and self.data is not None:
             self.data.after_sync()
         return bool(reports)

@@ -29,6 +29,10 @@ from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
+REPORT_EVERY_S = 0.1
+"""How often a group reports its position between syncs, in seconds. A progress bar, which shows
+each step, has it at each step."""
+
 
 class Reports:
     """Reports the course of a group's fit: to the log, the trainer's loggers and the run's folder.
@@ -45,6 +49,8 @@ class Reports:
         self._before = folder.read_status()
         self._losses: list[float] = []
         self._began: tuple[int, float, float] | None = None
+        self._phase = ""
+        self._due = 0.0
         self._done = 0.0
         self._ends_at: int | None = None
         self._last_sync: dict[str, Any] = {}
@@ -124,9 +130,19 @@ class Reports:
 
     # ---- it syncs ---------------------------------------------------------------------------
 
+    def synced(self, reports: Sequence[SyncReport], manager: Any) -> None:
+        """Report committed syncs, at least one, and which groups have come and left since.
+
+        Args:
+            reports: Of the syncs since the last call.
+            manager: This group's; None after it has left.
+        """
+        self._report_syncs(reports)
+        if manager is not None:
+            self._report_members(reports[-1], manager)
+
     @fence("the syncs")
-    def synced(self, reports: Sequence[SyncReport]) -> None:
-        """Report committed syncs, with the mean loss of the steps since the previous one."""
+    def _report_syncs(self, reports: Sequence[SyncReport]) -> None:
         for report in reports:
             loss = sum(self._losses) / len(self._losses) if self._losses else None
             self._losses.clear()
@@ -157,15 +173,12 @@ class Reports:
             )
 
     @fence("who takes part")
-    def note_members(self, reports: Sequence[SyncReport], manager: Any) -> None:
-        """Log which groups have come and which have left since the last committed sync."""
-        if not reports or manager is None:
-            return
-        self._num_groups = reports[-1].num_participants
+    def _report_members(self, report: SyncReport, manager: Any) -> None:
+        self._num_groups = report.num_participants
         before, self._members = self._members, members_of(manager)
         if not rank() and (news := changes(before, self._members)):
             take_part = plural(self._num_groups, "group takes", "groups take")
-            log.info("Outer step %d: %s; %s part", reports[-1].outer_step, news, take_part)
+            log.info("Outer step %d: %s; %s part", report.outer_step, news, take_part)
 
     @property
     def _steps_of_all(self) -> int | None:
@@ -193,10 +206,16 @@ class Reports:
 
     # ---- the position in training ------------------------------------------------------------
 
+    def is_due(self, phase: str) -> bool:
+        """Whether to report the position in training again: no more often than it can be seen."""
+        now = time.monotonic()
+        if phase == self._phase and now < self._due and not self._host.shows_position:
+            return False
+        self._phase, self._due = phase, now + REPORT_EVERY_S
+        return True
+
     def position(self, phase: str, diloco: DiLoCo, done: float = 0.0) -> dict[str, Any]:
         """Write the position in training to the group's folder, show it, and return it.
-
-        It is cheap enough for every step.
 
         Args:
             phase: ``joining``, ``training`` or ``evaluating``.

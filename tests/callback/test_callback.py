@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from composer import Callback
+from composer import Callback, Event
 from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from composer_jobs import (
@@ -73,6 +73,21 @@ def test_construction_touches_no_network_and_starts_nothing(monkeypatch):
     callback = DiLoCoCallback(replica_id=0, lighthouse_addr="http://no-such-host.invalid:1")
     assert threading.active_count() == threads
     assert callback.diloco is None and callback.state_dict() == {}
+
+
+def test_a_handler_of_a_subclass_is_called_too():
+    called = []
+
+    class Mine(DiLoCoCallback):
+        def after_forward(self, state, logger):
+            called.append("after_forward")
+
+        def batch_end(self, state, logger):
+            called.append("batch_end")
+
+    for event in ("after_forward", "after_backward", "batch_end"):
+        Mine().run_event(Event(event), None, None)
+    assert called == ["after_forward", "batch_end"]
 
 
 @pytest.mark.parametrize(
