@@ -21,6 +21,8 @@ pytestmark = [
 
 WIDTH = 80
 """The narrowest in which nothing is cut; test_display.py draws others."""
+NARROWER = {60: "1 min 15…$", 33: "groups, par…$", 20: "4 of …$"}
+"""Narrower widths, and what the end of a line is then."""
 
 PROGRAM = """
 import pathlib, sys, time
@@ -33,6 +35,7 @@ run_dir = pathlib.Path(sys.argv[1])
 recorded(run_dir, 4)
 write_group(run_dir, 2, trained_at=time.time() - 40)
 display = Display(Console(), LiveRun(run_dir, range(4)))
+print("above\\n" * 60)  # a terminal with an empty end would move rows out of reach
 with display:
     display.say("group 3 was ended by SIGKILL, starts again in 1 s (restart 1 of 3)")
     time.sleep(1)
@@ -66,8 +69,16 @@ def test_nothing_is_drawn_twice_wrapped_by_the_terminal_or_cut(tmp_path):
     try:
         tmux("new-session", "-d", "-x", str(WIDTH), "-y", "40", kept)
         lines = wait_for("ready")
+        for width, drawn in NARROWER.items():
+            tmux("resize-window", "-x", str(width))
+            wait_for(drawn)
+            narrow = tmux("capture-pane", "-p", "-S", "-")
+            assert sum("outer" in line for line in narrow) == 1, "\n".join(narrow)
+            assert sum("state" in line for line in narrow) == 1, "\n".join(narrow)
+        tmux("resize-window", "-x", str(WIDTH))
         (tmp_path / "go").touch()
-        end = wait_for(r"^status 0")
+        wait_for(r"^status 0")
+        end = tmux("capture-pane", "-p", "-J", "-S", "-")
     finally:
         tmux("kill-server")
     head = next(i for i, line in enumerate(lines) if line.startswith("group  state"))
