@@ -233,8 +233,13 @@ class Terminates(TrainerCallback):
                 time.sleep(0.01)
 
 
-def terminate(group: Group, folder: Path, event: str) -> str:
+def terminate(process: Group, folder: Path, event: str, ranks: int) -> str:
+    group = process.of_rank(str(folder), ranks) if ranks > 1 else process
+    if ranks > 1:
+        os.environ |= {"RANK": str(process.replica_id % ranks), "WORLD_SIZE": str(ranks)}
+
     def trainer(*callbacks: TrainerCallback, **changed: Any) -> Trainer:
+        changed |= {"ddp_backend": "gloo"} if ranks > 1 else {}
         own = arguments_of(folder / str(group.replica_id), max_steps=12, **changed)
         return trainer_of(group, manager, own, callbacks=callbacks)
 
@@ -257,7 +262,16 @@ def terminate(group: Group, folder: Path, event: str) -> str:
     return digests[0]
 
 
-@pytest.mark.parametrize("event", ["on_step_end", "on_step_begin", "on_pre_optimizer_step"])
-def test_sigterm_ends_a_group_with_the_checkpoint_that_it_is_asked_for(event, tmp_path):
-    first, second = run_groups(terminate, folder=tmp_path, event=event)
-    assert first == second
+@pytest.mark.parametrize(
+    ("event", "ranks"),
+    [
+        ("on_step_end", 1),
+        ("on_step_begin", 1),
+        ("on_pre_optimizer_step", 1),
+        ("on_step_end", 2),
+        ("on_step_begin", 2),
+    ],
+)
+def test_sigterm_ends_a_group_with_the_checkpoint_that_it_is_asked_for(event, ranks, tmp_path):
+    digests = run_groups(terminate, 2 * ranks, folder=tmp_path, event=event, ranks=ranks)
+    assert len(set(digests)) == 1
