@@ -53,7 +53,7 @@ def simulate(
     Args:
         replica_fn: Trains one replica group. It builds ``DiLoCo`` on ``sim.manager``.
         num_replicas: Number of replicas to run.
-        faults: Faults to inject, see :class:`Fault`.
+        faults: Faults to inject: each a ``Fault``.
         timeout_s: Longest wait of a replica for its peers, in seconds. After it, all replicas are
             stopped. None waits for ever.
 
