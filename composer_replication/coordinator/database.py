@@ -11,6 +11,50 @@ from pathlib import Path
 SCHEMA_VERSION = 2
 """Stored in the file. Every change of a table needs a new number."""
 
+# Of work units: other tables name a stream, dataset or epoch by its integer key. The column `place`
+# is a unit's rank in the shuffled order of its epoch: `epoch_rank` in Python. `issued` is the
+# number of units of an epoch that have been leased at least once. All leases of a stream before
+# number `at_lease` are completely in the model, and none of the later ones is.
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS settings (
+    only INTEGER PRIMARY KEY CHECK (only = 1), settings TEXT NOT NULL, source TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, text TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS replicas (
+    replica_id TEXT PRIMARY KEY, session TEXT NOT NULL, about TEXT NOT NULL,
+    registrations INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS model_fingerprint (
+    only INTEGER PRIMARY KEY CHECK (only = 1), fingerprint TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS outer_step (
+    only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS datasets (
+    key INTEGER PRIMARY KEY, dataset_id TEXT NOT NULL UNIQUE,
+    length INTEGER NOT NULL, seed INTEGER NOT NULL, unit_size INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS epochs (
+    key INTEGER PRIMARY KEY, dataset INTEGER NOT NULL, epoch INTEGER NOT NULL,
+    order_crc INTEGER NOT NULL, issued INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0,
+    leased INTEGER NOT NULL DEFAULT 0, trained_in_part INTEGER NOT NULL DEFAULT 0,
+    trained_twice INTEGER NOT NULL DEFAULT 0, UNIQUE (dataset, epoch));
+CREATE TABLE IF NOT EXISTS streams (
+    key INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, dataset INTEGER NOT NULL,
+    replica_id TEXT NOT NULL, session TEXT NOT NULL, is_open INTEGER NOT NULL DEFAULT 1,
+    leases INTEGER NOT NULL DEFAULT 0, samples INTEGER NOT NULL DEFAULT 0,
+    position INTEGER NOT NULL DEFAULT 0, in_part INTEGER NOT NULL DEFAULT 0,
+    at_lease INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS streams_open ON streams (is_open) WHERE is_open;
+CREATE TABLE IF NOT EXISTS leases (
+    stream INTEGER, number INTEGER, epoch INTEGER, place INTEGER, start INTEGER, stop INTEGER,
+    stream_start INTEGER, PRIMARY KEY (stream, number)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS leases_of_unit ON leases (epoch, place);
+CREATE TABLE IF NOT EXISTS returned (
+    epoch INTEGER, place INTEGER, start INTEGER, stop INTEGER,
+    PRIMARY KEY (epoch, place, start)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS gap (
+    only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL,
+    samples INTEGER NOT NULL);
+"""
+"""The tables, which are made if they do not exist."""
+
 BUSY_TIMEOUT_S = 5.0
 
 FIXES = {
@@ -71,6 +115,8 @@ class Database:
                 self._connection.execute("PRAGMA synchronous = FULL")
             with self.transaction() as cursor:
                 self._check_version(cursor)
+                for statement in SCHEMA.split(";"):  # executescript would commit the transaction
+                    cursor.execute(statement)
         except BaseException:
             self._connection.close()
             raise
@@ -112,17 +158,6 @@ class Database:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-
-    def execute_schema(self, sql: str) -> None:
-        """Execute SQL statements, separated by semicolons, in one transaction.
-
-        Args:
-            sql: Statements that may run at every start, such as ``CREATE TABLE IF NOT EXISTS``.
-        """
-        # Not executescript, which would commit a surrounding transaction.
-        with self.transaction() as cursor:
-            for statement in sql.split(";"):
-                cursor.execute(statement)
 
     def close(self) -> None:
         """Move the contents of the WAL into the file and close it. A second call does nothing."""

@@ -15,12 +15,6 @@ from composer_replication.coordinator.page import Curve, agreement_of
 
 log = logging.getLogger(__name__)
 
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS events (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, time REAL NOT NULL, text TEXT NOT NULL
-)
-"""
-
 
 class Events:
     """The table of a run's events: who came and went, who was refused, from which address.
@@ -37,7 +31,6 @@ class Events:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        database.execute_schema(_SCHEMA)
 
     def add(self, text: str) -> None:
         """Add an event that people want to know of, and log it."""

@@ -8,21 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events, History
 from composer_replication.settings import describe_difference
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS replicas (
-    replica_id TEXT PRIMARY KEY, session TEXT NOT NULL, about TEXT NOT NULL,
-    registrations INTEGER NOT NULL
-);
-CREATE TABLE IF NOT EXISTS model_fingerprint (
-    only INTEGER PRIMARY KEY CHECK (only = 1), fingerprint TEXT NOT NULL
-);
-"""
 
 
 class DuplicateError(RejectedError):
@@ -55,6 +45,19 @@ class Incarnation:
     last_seen: float
     progress: dict[str, Any] | None = None
     left_at: float | None = None
+
+
+class End(NamedTuple):
+    """The end of an incarnation.
+
+    Attributes:
+        at: When it was, by the registry's clock. An end that this process has not seen counts as
+            the latest time at which it can have happened.
+        is_certain: Whether it has left or was replaced. One that is only silent may come back.
+    """
+
+    at: float
+    is_certain: bool = True
 
 
 class Registry:
@@ -91,7 +94,6 @@ class Registry:
         self._lock = threading.Lock()
         self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
         self.history = History()
-        database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
         self._incarnations = {id: Incarnation(session, began, began) for id, session in rows}
@@ -209,30 +211,21 @@ class Registry:
         is_silent = self.clock() - incarnation.last_seen >= self.heartbeat_timeout_s
         return incarnation.left_at is None and not is_silent
 
-    def ended_at(self, replica_id: str, session: str) -> float | None:
-        """When an incarnation of a group ended, by ``clock``; None if it may be alive.
-
-        An end that this process has not seen counts as the latest time at which it can have
-        happened.
+    def end_of(self, replica_id: str, session: str) -> End | None:
+        """When an incarnation of a group ended; None if it may be alive.
 
         Args:
             replica_id: Name of the group.
             session: The session of the incarnation.
         """
         incarnation = self._of(replica_id)
-        if self._is_replaced(replica_id, session):
-            return incarnation.registered_at
-        if incarnation.left_at is not None or self.is_alive(replica_id):
-            return incarnation.left_at
-        return incarnation.last_seen + self.heartbeat_timeout_s
-
-    def has_ended(self, replica_id: str, session: str) -> bool:
-        """Whether an incarnation is known to have ended. One that is only silent may come back."""
-        has_left = self._of(replica_id).left_at is not None
-        return has_left or self._is_replaced(replica_id, session)
-
-    def _is_replaced(self, replica_id: str, session: str) -> bool:
-        return replica_id in self._incarnations and self._of(replica_id).session != session
+        if replica_id in self._incarnations and incarnation.session != session:
+            return End(incarnation.registered_at)
+        if incarnation.left_at is not None:
+            return End(incarnation.left_at)
+        if self.is_alive(replica_id):
+            return None
+        return End(incarnation.last_seen + self.heartbeat_timeout_s, is_certain=False)
 
     def replicas(self) -> list[dict[str, Any]]:
         """All groups that ever registered, as the status page shows them."""

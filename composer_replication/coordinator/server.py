@@ -39,13 +39,6 @@ LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
 
 
-_SETTINGS_SCHEMA = """
-CREATE TABLE IF NOT EXISTS settings (
-    only INTEGER PRIMARY KEY CHECK (only = 1), settings TEXT NOT NULL, source TEXT NOT NULL
-)
-"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorArguments(RunFacts):
     """All arguments of ``Coordinator``.
@@ -205,7 +198,6 @@ def store_settings(
     Raises:
         RejectedError: Settings have changed, and groups may be training.
     """
-    database.execute_schema(_SETTINGS_SCHEMA)
     now = _as_stored(settings)
     with database.transaction() as cursor:
         row = cursor.execute("SELECT settings FROM settings").fetchone()

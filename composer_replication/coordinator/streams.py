@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Set
-from contextlib import suppress
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
-from composer_replication.coordinator.registry import Registry
-from composer_replication.coordinator.work_units.tables import StreamRow, UnknownStream
+from composer_replication.coordinator.registry import End, Registry
+from composer_replication.coordinator.work_units.tables import StreamRow
 from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS outer_step (
-    only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL
-);
-"""
 
 
 class Streams:
@@ -44,7 +37,6 @@ class Streams:
         """The newest outer step reported to this process, and the streams that took part in it."""
         self._max_observed = 0
         """The largest outer step in a heartbeat. It may not be in the database yet."""
-        database.execute_schema(_SCHEMA)
         with database.transaction() as cursor:
             self._served_from = _read_outer_step(cursor)
 
@@ -91,9 +83,9 @@ class Streams:
             self._newest = max((outer_step, present), self._newest, key=lambda sync: sync[0])
             for stream in self.units.open_streams():
                 if stream.key not in present:
-                    died_at = self._registry.ended_at(stream.replica_id, stream.session)
-                    if died_at is not None and ended > died_at and self._is_needed(stream):
-                        self._close(stream.key, stream.replica_id)
+                    end = self._registry.end_of(stream.replica_id, stream.session)
+                    if end is not None and ended > end.at and self._is_needed(stream, end):
+                        self._close(stream.key)
         return lost
 
     def release(self, stream: int, ledger: LedgerEntries) -> list[int]:
@@ -108,8 +100,7 @@ class Streams:
         """
         with self._database.transaction():
             lost = self._commit(ledger)
-            with suppress(UnknownStream):
-                self._close(stream, self.units.owner(stream))
+            self._close(stream)
         return lost
 
     def _commit(self, ledger: LedgerEntries) -> list[int]:
@@ -151,9 +142,9 @@ class Streams:
             self._max_observed = 0
             self._newest = outer_step, set()
 
-    def _is_needed(self, stream: StreamRow) -> bool:
+    def _is_needed(self, stream: StreamRow, end: End) -> bool:
         """Whether others need a dead group's samples now, or it can never come back to them."""
-        if self._registry.has_ended(stream.replica_id, stream.session):
+        if end.is_certain:
             return True
         epochs = self.units.dataset(stream.dataset).epochs
         return any(epoch.available == 0 and epoch.leased > 0 for epoch in epochs)
@@ -162,18 +153,19 @@ class Streams:
         """Whether a live group has taken part in an outer step after this one."""
         newest, present = self._newest
         return newest > outer_step and any(
-            self._registry.ended_at(stream.replica_id, stream.session) is None
+            self._registry.end_of(stream.replica_id, stream.session) is None
             for stream in self.units.open_streams()
             if stream.key in present
         )
 
-    def _close(self, stream: int, replica_id: str) -> None:
-        samples, in_part = self.units.close(stream)
-        if samples:
+    def _close(self, stream: int) -> None:
+        closed = self.units.close(stream)
+        if closed is not None and closed.samples > closed.position:
+            in_part = closed.in_part - closed.position
             part = f", {in_part} of them in part of the model" if in_part else ""
             self._events.add(
-                f"{samples} uncommitted samples of replica group {replica_id} are available "
-                f"again{part}"
+                f"{closed.samples - closed.position} uncommitted samples of replica group "
+                f"{closed.replica_id} are available again{part}"
             )
 
 

@@ -18,7 +18,8 @@ TABLE = "CREATE TABLE IF NOT EXISTS rows (number INTEGER PRIMARY KEY, text TEXT)
 
 @pytest.fixture
 def database(database):
-    database.execute_schema(TABLE)
+    with database.transaction() as cursor:
+        cursor.execute(TABLE)
     return database
 
 
@@ -59,7 +60,8 @@ import itertools, sys
 from composer_replication.coordinator.database import Database
 
 database = Database(sys.argv[1])
-database.execute_schema(sys.argv[2])
+with database.transaction() as cursor:
+    cursor.execute(sys.argv[2])
 for number in itertools.count():
     with database.transaction() as cursor:
         cursor.execute("INSERT INTO rows VALUES (?, ?)", (number, "x" * 200))
@@ -139,14 +141,6 @@ def test_a_database_of_another_version_is_refused(path, version):
         Database(path)
 
 
-def test_a_schema_is_made_as_a_whole_or_not_at_all(database):
-    with pytest.raises(sqlite3.OperationalError, match="syntax"):
-        database.execute_schema("CREATE TABLE first (x); CREATE TABEL second (x)")
-    with database.transaction() as cursor:
-        names = cursor.execute("SELECT name FROM sqlite_schema").fetchall()
-    assert names == [("rows",)]
-
-
 def test_closing_empties_the_log_and_ends_all_use(database, path):
     insert(database, 1)
     database.close()
@@ -155,5 +149,3 @@ def test_closing_empties_the_log_and_ends_all_use(database, path):
     assert not wal.exists() or wal.stat().st_size == 0
     with pytest.raises(StorageError, match="has been closed: open it again"):
         insert(database, 2)
-    with pytest.raises(StorageError, match="has been closed: open it again"):
-        database.execute_schema(TABLE)

@@ -176,7 +176,7 @@ def test_registering_again_with_the_same_session_ends_nothing(service, a, b):
     service.report([a])
     assert b in service.open()
     service.now += 1.0
-    assert service.registry.ended_at("1", "an older life") == service.now - 2.0
+    assert service.registry.end_of("1", "an older life") == (service.now - 2.0, True)
 
 
 def test_a_group_that_has_left_ends(service, a, b):

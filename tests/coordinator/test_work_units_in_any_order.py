@@ -217,8 +217,9 @@ class Coordinator(RuleBasedStateMachine):
         key = d.draw(st.sampled_from(self.keys(are_open=True)))
         stream = self.truth.streams[key]
         expected = (len(stream.uncommitted), stream.in_part - stream.position)
-        assert self.units.close(key) == expected
-        assert self.units.close(key) == (0, 0)
+        closed = self.units.close(key)
+        assert (closed.samples - closed.position, closed.in_part - closed.position) == expected
+        assert self.units.close(key) is None
         stream.is_open = False
 
     @rule(d=st.data(), session=st.sampled_from(["one", "two"]))

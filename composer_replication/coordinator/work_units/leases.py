@@ -41,11 +41,6 @@ def unit_order(seed: int, epoch: int, num_units: int) -> tuple[np.ndarray, int]:
     return order, zlib.crc32(order.data)
 
 
-def empty_lease(stream: StreamRow | None, number: int, epoch: int) -> Lease:
-    """The answer to a group that asks for the next lease of a closed or unknown stream."""
-    return Lease(number, epoch, 0, 0, 0, 0 if stream is None else stream.samples, is_open=False)
-
-
 def grant(cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, epoch: int) -> None:
     """Add a lease to an open stream. It is empty if no epoch up to this one has available samples.
 
@@ -97,14 +92,12 @@ def read_lease(
 
 def _find_or_begin_epoch(cursor: sqlite3.Cursor, dataset: DatasetRow, epoch: int) -> EpochRow:
     """Read the row of an epoch, and add it if the epoch has not begun."""
-    key = (dataset.key, epoch)
-    which = "dataset = ? AND epoch = ?"
-    if cursor.execute(f"SELECT 1 FROM epochs WHERE {which}", key).fetchone() is None:
-        crc = unit_order(dataset.seed, epoch, dataset.num_units)[1]
-        cursor.execute(
-            "INSERT INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)", (*key, crc)
-        )
-    for row in read_rows(cursor, EpochRow, which, *key):
+    _, crc = unit_order(dataset.seed, epoch, dataset.num_units)
+    cursor.execute(
+        "INSERT OR IGNORE INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)",
+        (dataset.key, epoch, crc),
+    )
+    for row in read_rows(cursor, EpochRow, "dataset = ? AND epoch = ?", dataset.key, epoch):
         return row
     raise StorageError(
         f"Epoch {epoch} of dataset {dataset.dataset_id!r} is damaged in the coordinator's "

@@ -1,4 +1,4 @@
-"""The database tables of datasets, streams and leases: their rows, and the streams."""
+"""The rows of the database tables of datasets, streams and leases."""
 
 from __future__ import annotations
 
@@ -10,38 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 from composer_replication.coordinator.database import RejectedError, StorageError
 
 log = logging.getLogger(__name__)
-
-# Other tables name a stream, dataset or epoch by its integer key. The column `place` is a unit's
-# rank in the shuffled order of its epoch: `epoch_rank` in Python. `issued` is the number of units
-# of an epoch that have been leased at least once. All leases of a stream before number `at_lease`
-# are completely in the model, and none of the later ones is.
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS datasets (
-    key INTEGER PRIMARY KEY, dataset_id TEXT NOT NULL UNIQUE,
-    length INTEGER NOT NULL, seed INTEGER NOT NULL, unit_size INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS epochs (
-    key INTEGER PRIMARY KEY, dataset INTEGER NOT NULL, epoch INTEGER NOT NULL,
-    order_crc INTEGER NOT NULL, issued INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0,
-    leased INTEGER NOT NULL DEFAULT 0, trained_in_part INTEGER NOT NULL DEFAULT 0,
-    trained_twice INTEGER NOT NULL DEFAULT 0, UNIQUE (dataset, epoch));
-CREATE TABLE IF NOT EXISTS streams (
-    key INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, dataset INTEGER NOT NULL,
-    replica_id TEXT NOT NULL, session TEXT NOT NULL, is_open INTEGER NOT NULL DEFAULT 1,
-    leases INTEGER NOT NULL DEFAULT 0, samples INTEGER NOT NULL DEFAULT 0,
-    position INTEGER NOT NULL DEFAULT 0, in_part INTEGER NOT NULL DEFAULT 0,
-    at_lease INTEGER NOT NULL DEFAULT 0);
-CREATE INDEX IF NOT EXISTS streams_open ON streams (is_open) WHERE is_open;
-CREATE TABLE IF NOT EXISTS leases (
-    stream INTEGER, number INTEGER, epoch INTEGER, place INTEGER, start INTEGER, stop INTEGER,
-    stream_start INTEGER, PRIMARY KEY (stream, number)) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS leases_of_unit ON leases (epoch, place);
-CREATE TABLE IF NOT EXISTS returned (
-    epoch INTEGER, place INTEGER, start INTEGER, stop INTEGER,
-    PRIMARY KEY (epoch, place, start)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS gap (
-    only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL,
-    samples INTEGER NOT NULL);
-"""
 
 MAX_UNITS = 2**24
 """Most units of a dataset: an epoch's order is computed in memory while other requests wait."""
@@ -239,14 +207,3 @@ def find_dataset(cursor: sqlite3.Cursor, dataset: str | int) -> DatasetRow:
 def find_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow | None:
     """Read a stream by its key; None if there is none or its row is damaged."""
     return next(read_rows(cursor, StreamRow, "key = ?", stream), None)
-
-
-def get_stream(cursor: sqlite3.Cursor, stream: int) -> StreamRow:
-    """Read a stream by its key.
-
-    Raises:
-        UnknownStream: There is no such stream.
-    """
-    if (row := find_stream(cursor, stream)) is None:
-        raise UnknownStream(stream)
-    return row

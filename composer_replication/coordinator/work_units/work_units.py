@@ -19,15 +19,10 @@ from dataclasses import dataclass
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.wire_types import Lease
-from composer_replication.coordinator.work_units.accounting import (
-    count_available,
-    update_position,
-    update_stream,
-)
-from composer_replication.coordinator.work_units.leases import empty_lease, grant, read_lease
+from composer_replication.coordinator.work_units.accounting import update_stream
+from composer_replication.coordinator.work_units.leases import grant, read_lease
 from composer_replication.coordinator.work_units.tables import (
     MAX_UNITS,
-    SCHEMA,
     DatasetMismatch,
     DatasetRow,
     EpochRow,
@@ -36,7 +31,6 @@ from composer_replication.coordinator.work_units.tables import (
     UnknownStream,
     find_dataset,
     find_stream,
-    get_stream,
     read_rows,
 )
 
@@ -97,7 +91,6 @@ class WorkUnits:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        database.execute_schema(SCHEMA)
 
     def create_dataset(self, dataset_id: str, length: int, seed: int, unit_size: int) -> None:
         """Add a dataset. One that exists already has to be the same.
@@ -196,7 +189,8 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             holder = find_stream(cursor, stream)
             if holder is None or number >= holder.leases + holder.is_open:
-                return empty_lease(holder, number, epoch)
+                samples = 0 if holder is None else holder.samples
+                return Lease(number, epoch, 0, 0, 0, stream_start=samples, is_open=False)
             dataset = find_dataset(cursor, holder.dataset)
             if number == holder.leases:
                 grant(cursor, holder, dataset, epoch)
@@ -217,8 +211,11 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             rows, lost = _compare(cursor, ledger)
             for row, position, in_part in rows:
-                newest = max(position, row.position), max(in_part, row.in_part)
-                update_position(cursor, row, *newest)
+                newest = {
+                    "position": max(position, row.position),
+                    "in_part": max(in_part, row.in_part),
+                }
+                update_stream(cursor, row, **newest)
         return lost
 
     @property
@@ -246,25 +243,21 @@ class WorkUnits:
                 (outer_step, samples),
             )
 
-    def close(self, stream: int) -> tuple[int, int]:
+    def close(self, stream: int) -> StreamRow | None:
         """Close a stream. Its samples that are not in the model become available again.
 
         Args:
             stream: Key of the stream.
 
         Returns:
-            The number of these samples, and how many of them are in some part of the model. 0 if
-            the stream was closed before.
-
-        Raises:
-            UnknownStream: There is no such stream.
+            The stream as it was; None if it was closed before, or there is none of this key.
         """
         with self._database.transaction() as cursor:
-            row = get_stream(cursor, stream)
-            if not row.is_open:
-                return 0, 0
-            update_stream(cursor, row, row.position, row.in_part, is_open=0)
-        return row.samples - row.position, row.in_part - row.position
+            row = find_stream(cursor, stream)
+            if row is None or not row.is_open:
+                return None
+            update_stream(cursor, row, is_open=0)
+        return row
 
     def reopen(self, stream: int, position: int, session: str) -> None:
         """Continue a stream from a checkpoint of the group that owns it.
@@ -284,11 +277,12 @@ class WorkUnits:
             RejectedError: The position is below what is committed or above what is leased.
         """
         with self._database.transaction() as cursor:
-            if self.gap is None:
-                row = get_stream(cursor, stream)
-            elif (row := find_stream(cursor, stream)) is None:
-                return
-            else:
+            row, has_gap = find_stream(cursor, stream), self.gap is not None
+            if row is None:
+                if has_gap:
+                    return
+                raise UnknownStream(stream)
+            if has_gap:
                 position = min(position, row.samples)
             if not row.position <= position <= row.samples:
                 raise RejectedError(
@@ -297,14 +291,13 @@ class WorkUnits:
                     "the checkpoint first, or open a new stream."
                 )
             uncommitted = row.samples - row.position
-            if not row.is_open and (free := count_available(cursor, row)) < uncommitted:
+            taken = update_stream(cursor, row, is_open=1, session=session)
+            if not row.is_open and taken < uncommitted:  # the transaction undoes the change
                 raise StreamClosed(
-                    f"Stream {stream} has been closed, and {uncommitted - free} of its "
+                    f"Stream {stream} has been closed, and {uncommitted - taken} of its "
                     f"{uncommitted} uncommitted samples are leased to others or done: open a new "
                     "stream."
                 )
-            update_stream(cursor, row, row.position, row.in_part, is_open=1)
-            cursor.execute("UPDATE streams SET session = ? WHERE key = ?", (session, stream))
 
     def rewind(self, ledger: LedgerEntries) -> None:
         """Continue the run from a checkpoint: the model has what this ledger says, and no more.
@@ -325,16 +318,8 @@ class WorkUnits:
                 raise UnknownStream(next(iter(lost)))
             known = {row.key: (position, in_part) for row, position, in_part in rows}
             for row in list(read_rows(cursor, StreamRow, "1 ORDER BY key")):
-                update_position(cursor, row, *known.get(row.key, (0, 0)))
-
-    def owner(self, stream: int) -> str:
-        """Return the replica group that owns a stream.
-
-        Raises:
-            UnknownStream: There is no such stream.
-        """
-        with self._database.transaction() as cursor:
-            return get_stream(cursor, stream).replica_id
+                position, in_part = known.get(row.key, (0, 0))
+                update_stream(cursor, row, position=position, in_part=in_part)
 
     def open_streams(self) -> list[StreamRow]:
         """Return the open streams, oldest first."""
