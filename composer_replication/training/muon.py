@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from math import sqrt
+from collections.abc import Callable, Iterable
+from math import inf, sqrt
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.adamw import adamw
 
+from composer_replication.arguments import check_number
 from composer_replication.diloco.fragments import listed
 
 log = logging.getLogger(__name__)
@@ -169,7 +169,11 @@ class Muon(torch.optim.Optimizer):
             raise ValueError("a group of parameters lacks use_muon: set it to True or False")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _check_values(group)
+        for name in ("lr", "weight_decay", "eps"):
+            check_number(name, group[name], 0, inf)
+        shares = (group["momentum"], *group["betas"])
+        for name, share in zip(("momentum", "betas[0]", "betas[1]"), shares, strict=True):
+            check_number(name, share, 0, 1, below=True)
         others = [tuple(p.shape) for p in group["params"] if not is_matrix(p)]
         if group["use_muon"] and others:
             raise ValueError(
@@ -226,40 +230,10 @@ class Muon(torch.optim.Optimizer):
             p.add_(muon_update(momentum), alpha=-group["lr"])
 
     def _step_adamw(self, group: dict[str, Any], trained: list[Tensor]) -> None:
-        for p in trained:
-            state = self.state[p]
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"] = torch.zeros_like(p)
-                state["exp_avg_sq"] = torch.zeros_like(p)
-        states = [self.state[p] for p in trained]
-        adamw(
-            trained,
-            [p.grad for p in trained],  # type: ignore[misc]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            [state["step"] for state in states],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-
-
-def _check_values(group: Mapping[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "eps"):
-        if group[name] < 0:
-            raise ValueError(f"{name}={group[name]} is negative: use 0 or more")
-    shares = {"momentum": group["momentum"]} | dict(
-        zip(("betas[0]", "betas[1]"), group["betas"], strict=True)
-    )
-    for name, share in shares.items():
-        if not 0 <= share < 1:
-            raise ValueError(f"{name}={share} is out of range: use at least 0 and less than 1")
+        values = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        adamw = torch.optim.AdamW(trained, **values)
+        adamw.state = self.state
+        adamw.step()
 
 
 def is_matrix(parameter: Tensor) -> bool:
