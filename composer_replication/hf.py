@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
 
 from composer_replication.arguments import takes
-from composer_replication.data.replica_shard import replica_shard
+from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
 from composer_replication.group.host import GroupArguments, Host

@@ -1,4 +1,7 @@
-"""A replica group's stream of samples: units, one after the other, leased or of a fixed shard."""
+"""Which samples a replica group reads: a stream of units, leased or of a fixed shard.
+
+For a trainer with loaders of its own, ``replica_shard`` is the fixed part of a dataset.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import IterableDataset, Subset
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
+from composer_replication.options import ReplicaOptions, replica_id_of
 
 LeaseSource = Callable[[int, int], Lease]
 """A function that returns the lease of a number, the same for every rank and every call.
@@ -164,3 +171,40 @@ def shard_of(replica_id: str | int, num_replicas: int) -> int:
             "(NUM_REPLICA_GROUPS), or lease the samples from a coordinator"
         )
     return int(replica_id)
+
+
+def replica_shard(dataset: Any) -> Any:
+    """The part of a dataset that this replica group trains on: every k-th sample of k groups.
+
+    The ranks of the group divide it further, as their trainer always does.
+
+    Args:
+        dataset: A ``datasets.Dataset`` or ``datasets.IterableDataset``, or any other with a length
+            and an index. All groups have to pass the same one.
+
+    Raises:
+        ValueError: ``REPLICA_GROUP_ID`` is not a number below ``NUM_REPLICA_GROUPS``, or the
+            dataset can only be iterated and is not one of ``datasets``.
+    """
+    options = ReplicaOptions().with_environment()
+    name, count = replica_id_of(options), options.num_replicas or 1
+    if not name.isdecimal() or int(name) >= count:
+        raise ValueError(
+            f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "
+            f"number the {count} groups 0 to {count - 1}"
+        )
+    if isinstance(dataset, IterableDataset):
+        if not hasattr(dataset, "shard"):
+            raise ValueError(
+                f"{type(dataset).__name__} can only be iterated, so its samples cannot be divided "
+                f"between groups: yield every {count}-th in its __iter__, and give it without "
+                "replica_shard"
+            )
+        from datasets.distributed import (  # pyright: ignore[reportMissingImports]
+            split_dataset_by_node,
+        )
+
+        return split_dataset_by_node(dataset, int(name), count)
+    # Each group gets the same number of samples.
+    own = range(int(name), len(dataset) - len(dataset) % count, count)
+    return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
