@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -37,10 +37,9 @@ from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.page import page_html, with_record
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.wire_types import Lease, digests_of
+from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
-from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -48,80 +47,44 @@ Record = Callable[[], Mapping[str, Any]]
 """A function that returns what a run's folder adds to the page's data; see ``RunData.page``."""
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What is fixed about a run.
-
-    Args:
-        settings: DiLoCo settings of the run.
-        source: Where the settings come from, for people.
-        num_replicas: Number of groups that a cold start waits for.
-        min_replicas: Fewest groups in a quorum that may commit.
-        digest_every: The value of groups whose config does not name it.
-        model_section: The config's ``model``, if it has one. Groups compare digests of its values
-            with their own before they build the model.
-        record: Reads what the run's folder adds to the page's data. None: the service has no such
-            folder.
-    """
-
-    settings: DiLoCoSettings
-    source: str
-    _: KW_ONLY
-    num_replicas: int
-    min_replicas: int = 1
-    digest_every: int = 0
-    model_section: Mapping[str, Any] | None = None
-    record: Record | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """A run, and what the coordinator knows about it.
 
     Args:
-        facts: What is fixed about it.
+        info: What groups have to know before they start.
         registry: Replica groups of the run.
         streams: Their sample streams.
         events: The table of its events.
-        lighthouse_addr: ``http://host:port`` of the lighthouse, as groups reach it.
         is_host_guessed: Whether the machine's name is a guess. A group then reaches the lighthouse
             under the host name with which it has reached this service.
+        record: Reads what the run's folder adds to the page's data. None: the service has no such
+            folder.
     """
 
-    facts: RunFacts
+    info: RunInfo
     registry: Registry
     streams: Streams
     events: Events
-    lighthouse_addr: str
     is_host_guessed: bool = False
+    record: Record | None = None
 
-    def info(self, host: str | None = None) -> dict[str, Any]:
+    def info_for(self, host: str | None = None) -> dict[str, Any]:
         """The settings that all replica groups adopt, and what else they need to start.
 
         Args:
             host: The host name with which the group has reached this service.
         """
-        lighthouse_addr = self.lighthouse_addr
+        info = asdict(self.info) | {"outer_step": self.streams.outer_step}
         if host and self.is_host_guessed:
-            lighthouse_addr = f"http://{bracketed(host)}:{urlsplit(lighthouse_addr).port}"
-        return {
-            "version": self.registry.versions["composer_replication"],
-            "torchft": self.registry.versions["torchft"],
-            "settings": asdict(self.facts.settings),
-            "settings_source": self.facts.source,
-            "num_replicas": self.facts.num_replicas,
-            "min_replicas": self.facts.min_replicas,
-            "digest_every": self.facts.digest_every,
-            "model_section": digests_of(self.facts.model_section or {}),
-            "lighthouse_addr": lighthouse_addr,
-            "heartbeat_timeout_s": self.registry.heartbeat_timeout_s,
-            "outer_step": self.streams.outer_step,
-        }
+            port = urlsplit(self.info.lighthouse_addr).port
+            info["lighthouse_addr"] = f"http://{bracketed(host)}:{port}"
+        return info
 
     def status(self) -> dict[str, Any]:
         """What this service knows about the run. Groups read it too."""
         replicas = self.registry.replicas()
-        run = self.info()
+        run = self.info_for()
         del run["model_section"]  # the page may be sent to others
         return run | {
             "time": time.time(),
@@ -138,8 +101,7 @@ class RunData:
         """Everything that the page shows; ``docs/watching.md`` describes it."""
         status = self.status()
         status["settings"] = {name: in_yaml(each) for name, each in status["settings"].items()}
-        record = self.facts.record
-        return status if record is None else with_record(status, record())
+        return status if self.record is None else with_record(status, self.record())
 
 
 def create_app(
@@ -182,7 +144,7 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
     @v1.get("/info")
     def info(request: Request) -> dict[str, Any]:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
-        return run.info(request.url.hostname)
+        return run.info_for(request.url.hostname)
 
     @v1.get("/status")
     def status() -> dict[str, Any]:

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self, TypeVar, get_type_hints
 from urllib.parse import quote
@@ -16,15 +15,9 @@ from urllib.parse import quote
 import httpx
 import tenacity
 
-from composer_replication.arguments import pick
-from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, digests_of
-from composer_replication.options import DuplicateIdError, ReplicaOptions
-from composer_replication.settings import (
-    DiLoCoSettings,
-    SettingsMismatch,
-    describe_difference,
-    differing,
-)
+from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, RunInfo
+from composer_replication.options import DuplicateIdError
+from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
 log = logging.getLogger(__name__)
 
@@ -47,85 +40,6 @@ class RejectedByCoordinatorError(ValueError):
 
 class NameTakenError(RejectedByCoordinatorError, DuplicateIdError):
     """A living replica group, or another dataset, has the name."""
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """What a group has to know about the run before it starts."""
-
-    settings: DiLoCoSettings
-    settings_source: str
-    num_replicas: int
-    min_replicas: int
-    lighthouse_addr: str
-    heartbeat_timeout_s: float
-    version: str
-    torchft: str
-    digest_every: int
-    outer_step: int
-    """The largest outer step that the coordinator knows."""
-    model_section: Mapping[str, str]
-    """Digests of the values of its config's ``model``."""
-
-    def adopt(self, options: ReplicaOptions, named: Mapping[str, Any]) -> ReplicaOptions:
-        """A group's options with the run's numbers of groups, and its lighthouse if none is set.
-
-        Args:
-            options: Of the group.
-            named: The settings and options that its config names.
-
-        Raises:
-            SettingsMismatch: One differs from the run's.
-        """
-        self.check_settings(named, str(options.coordinator_addr))
-        return replace(
-            options,
-            lighthouse_addr=options.lighthouse_addr or self.lighthouse_addr,
-            num_replicas=self.num_replicas,
-            min_replica_size=self.min_replicas,
-            digest_every=named.get("digest_every", self.digest_every),
-        )
-
-    def check_settings(self, named: Mapping[str, Any], address: str) -> None:
-        """Compare the settings that a config names with the coordinator's.
-
-        A value of None is no difference: the settings choose a value for it.
-
-        Raises:
-            SettingsMismatch: One differs; the message lists both values of each.
-        """
-        options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
-        run = dataclasses.asdict(self.settings) | options
-        mine = dataclasses.asdict(pick(DiLoCoSettings, named))
-        mine |= {name: named.get(name) or value for name, value in options.items()}
-        if names := [name for name in differing(mine, run) if name in named]:
-            raise SettingsMismatch(
-                f"the settings of this run are the coordinator's ({address}, from "
-                f"{self.settings_source}), and this group's config has others; leave them out, or "
-                "make them equal: "
-                + "; ".join(describe_difference(name, mine[name], run[name]) for name in names)
-            )
-
-    def check_model(self, section: Mapping[str, Any]) -> None:
-        """Compare a config's ``model`` with that of the coordinator's config.
-
-        Keys that only one of them names are compared later, by the shapes of the built model. Keys
-        that do not change a shape, such as a number of heads, are compared here only.
-
-        Raises:
-            RejectedByCoordinatorError: A key has another value.
-        """
-        run = self.model_section
-        differing = [
-            f"model.{name}"
-            for name, digest in digests_of(section).items()
-            if run.get(name, digest) != digest
-        ]
-        if differing:
-            raise RejectedByCoordinatorError(
-                f"another model: {', '.join(differing)} of this config differ from the config of "
-                "the run's coordinator: make them equal"
-            )
 
 
 _INFO: Fields = {

@@ -21,9 +21,8 @@ from composer_replication.coordinator.client import (
     CoordinatorClient,
     NameTakenError,
     RejectedByCoordinatorError,
-    RunInfo,
 )
-from composer_replication.coordinator.wire_types import CommitReport
+from composer_replication.coordinator.wire_types import CommitReport, RunInfo
 from composer_replication.diloco.fragments import described_tensors, model_fingerprint
 from composer_replication.options import ReplicaEnv, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import ask_on_rank_0

@@ -5,23 +5,24 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_replication import __version__
-from composer_replication.arguments import takes
+from composer_replication.arguments import pick, takes
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
-from composer_replication.coordinator.api import RunData, RunFacts, create_app
+from composer_replication.coordinator.api import Record, RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
+from composer_replication.coordinator.wire_types import RunInfo, digests_of
 from composer_replication.diloco.fence import fence
 from composer_replication.replica.addresses import bracketed, is_loopback
 from composer_replication.replica.connections import raise_file_limit
@@ -39,11 +40,19 @@ LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorArguments(RunFacts):
+@dataclass(frozen=True)
+class CoordinatorArguments:
     """All arguments of ``Coordinator``.
 
     Args:
+        settings: DiLoCo settings of the run.
+        source: Where the settings come from, for people.
+        num_replicas: Number of groups that a cold start waits for.
+        min_replicas: Fewest groups in a quorum that may commit.
+        digest_every: The value of groups whose config does not name it.
+        model_section: The config's ``model``, if it has one. Groups compare digests of its values
+            with their own before they build the model.
+        record: See ``RunData``.
         state_dir: Folder of the run's state, which is created if it does not exist.
         bind: Address of the service, ``address:port``. The lighthouse uses the next port. With port
             0 each uses a free one.
@@ -58,6 +67,14 @@ class CoordinatorArguments(RunFacts):
         ssl_keyfile: Private key of the certificate.
     """
 
+    settings: DiLoCoSettings
+    source: str
+    _: KW_ONLY
+    num_replicas: int
+    min_replicas: int = 1
+    digest_every: int = 0
+    model_section: Mapping[str, Any] | None = None
+    record: Record | None = None
     state_dir: Path
     bind: str = "[::]:0"
     hostname: str | None = None
@@ -106,13 +123,20 @@ class Coordinator:
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
             self.address = f"{'https' if own.ssl_certfile else 'http'}://{host}:{self._http.port}"
+            of_run = {
+                "settings_source": own.source,
+                "lighthouse_addr": self.lighthouse_addr,
+                "version": __version__,
+                "torchft": versions["torchft"],
+                "model_section": digests_of(own.model_section or {}),
+            }
             self._run = RunData(
-                facts=own,
+                info=pick(RunInfo, vars(own) | of_run),
                 registry=registry,
                 streams=Streams(database, registry, events),
                 events=events,
-                lighthouse_addr=self.lighthouse_addr,
                 is_host_guessed=is_guessed,
+                record=own.record,
             )
             app = create_app(
                 self._run,

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from composer_replication.arguments import pick
-from composer_replication.coordinator.client import RunInfo
 from composer_replication.coordinator.membership import Membership, ask_for_run
+from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fence import fence

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-from composer_replication.coordinator.api import RunData, RunFacts, create_app
+from composer_replication.coordinator.api import RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.server import store_settings
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.wire_types import digests_of
+from composer_replication.coordinator.wire_types import RunInfo, digests_of
 from composer_replication.settings import DiLoCoSettings
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
@@ -48,17 +48,27 @@ def clock():
 def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **arguments):
     database = Database(tmp_path / "state.sqlite")
     events = Events(database)
-    registry = Registry(
-        database, events, {"composer_replication": "0.1.0", "torchft": "2026.10.26"}, 3.0, clock
-    )
+    versions = {"composer_replication": "0.1.0", "torchft": "2026.10.26"}
+    registry = Registry(database, events, versions, 3.0, clock)
     store_settings(database, events, settings, "tiny.yaml", **arguments)
-    model = {"d_model": 8, "hub": "a-secret"}
+    info = RunInfo(
+        settings=settings,
+        settings_source="tiny.yaml",
+        num_replicas=2,
+        min_replicas=1,
+        lighthouse_addr="http://head:1",
+        heartbeat_timeout_s=3.0,
+        version="0.1.0",
+        torchft="2026.10.26",
+        digest_every=0,
+        model_section=digests_of({"d_model": 8, "hub": "a-secret"}),
+    )
     run = RunData(
-        facts=RunFacts(settings, "tiny.yaml", num_replicas=2, model_section=model, record=record),
+        info=info,
         registry=registry,
         streams=Streams(database, registry, events),
         events=events,
-        lighthouse_addr="http://head:1",
+        record=record,
     )
     app = create_app(run, tokens=[token] if token else [])
     headers = {"Authorization": f"Bearer {token}"}

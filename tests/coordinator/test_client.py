@@ -18,11 +18,10 @@ from composer_replication.coordinator.client import (
     CoordinatorAwayError,
     CoordinatorClient,
     NameTakenError,
-    RunInfo,
 )
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.membership import Membership
-from composer_replication.coordinator.wire_types import CommitReport, digests_of
+from composer_replication.coordinator.wire_types import CommitReport, RunInfo, digests_of
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
@@ -100,7 +99,6 @@ def info_of(service: Service) -> RunInfo:
         torchft="0",
         digest_every=10,
         model_section=digests_of({"d_model": 8, "hub": {"token": "a-secret"}}),
-        outer_step=0,
     )
 
 
