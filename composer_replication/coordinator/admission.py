@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Awaitable, Callable, Collection, MutableMapping
-from typing import Any
+from collections.abc import Collection
 
 from fastapi import HTTPException
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from composer_replication.coordinator.events import Events
 from composer_replication.replica.connections import RateLimitedCount
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_BODY = 32 * 2**20
 """Largest body in bytes. The registration of a model with 2,000 tensors has 0.2 MB."""
@@ -43,7 +38,7 @@ class Admission:
     """
 
     def __init__(
-        self, app: App, tokens: Collection[str], hosts: Collection[str] | None, events: Events
+        self, app: ASGIApp, tokens: Collection[str], hosts: Collection[str] | None, events: Events
     ) -> None:
         self._app = app
         self._events = events
@@ -67,7 +62,7 @@ class Admission:
             return
         size = 0
 
-        async def bounded() -> MutableMapping[str, Any]:
+        async def bounded() -> Message:
             # Content-Length was checked above, but a chunked body has none.
             nonlocal size
             message = await receive()
@@ -99,7 +94,7 @@ class Admission:
         return not matches or (scheme.lower() == "bearer" and any(matches))
 
 
-def address_of(scope: MutableMapping[str, Any]) -> str | None:
+def address_of(scope: Scope) -> str | None:
     """The address from which a request comes: that of the client, or of a proxy before it."""
     client = scope.get("client")
     return client[0] if client else None

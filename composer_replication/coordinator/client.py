@@ -15,6 +15,7 @@ from urllib.parse import quote
 import httpx
 import tenacity
 
+from composer_replication.arguments import pick
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, RunInfo
 from composer_replication.options import DuplicateIdError
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
@@ -179,11 +180,7 @@ class CoordinatorClient:
                 way round.
         """
         answer = self.ask("GET", "/v1/info", fields=_INFO)
-        known = {name: answer[name] for name in _INFO} | {
-            "settings": self._settings_of(answer["settings"]),
-            "model_section": answer.get("model_section") or {},
-        }
-        return RunInfo(**known)
+        return pick(RunInfo, answer | {"settings": self._settings_of(answer["settings"])})
 
     def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
         """Check that no living group has a name. Takes up to half the heartbeat timeout.
@@ -213,12 +210,11 @@ class CoordinatorClient:
 
     def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> None:
         """Report a group's progress."""
-        path = f"/v1/replicas/{quote(replica_id, safe='')}/heartbeat"
-        self.ask("POST", path, progress, _MEMBER)
+        self.ask("POST", f"/v1/replicas/{replica_id}/heartbeat", progress, _MEMBER)
 
     def leave(self, replica_id: str, session: str) -> None:
         """End a group's registration."""
-        self.ask("DELETE", f"/v1/replicas/{quote(replica_id, safe='')}?session={session}")
+        self.ask("DELETE", f"/v1/replicas/{replica_id}?session={session}")
 
     # ---- work units ---------------------------------------------------------------------------
 
@@ -245,8 +241,7 @@ class CoordinatorClient:
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
         """The lease of a number in a stream, from ``epoch`` or an earlier one."""
         body = {"number": number, "epoch": epoch}
-        answer = self.ask("POST", f"/v1/streams/{stream}/leases", body, _LEASE)
-        return Lease(**{name: answer[name] for name in _LEASE})
+        return pick(Lease, self.ask("POST", f"/v1/streams/{stream}/leases", body, _LEASE))
 
     def reopen_stream(self, stream: int, position: int, session: str) -> None:
         """Continue a stream from a checkpoint. Refused if its samples belong to others by now."""

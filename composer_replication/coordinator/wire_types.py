@@ -39,7 +39,7 @@ class RunInfo:
     version: str
     torchft: str
     digest_every: int
-    model_section: Mapping[str, str]
+    model_section: Mapping[str, str] = field(default_factory=dict)
     """Digests of the values of its config's ``model``."""
     outer_step: int = 0
     """The largest outer step that the coordinator knows."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from composer_replication.coordinator.database import Database, StorageError
-from composer_replication.coordinator.work_units import leases as unit_leases
+from composer_replication.coordinator.work_units import accounting
 from composer_replication.coordinator.work_units.tables import StreamClosed, UnknownStream
 from composer_replication.coordinator.work_units.work_units import EpochProgress, WorkUnits
 from coordinator.small_units import (
@@ -191,7 +191,7 @@ def test_an_epoch_is_not_continued_in_another_order(units, a, monkeypatch):
     def other_numpy(seed, epoch, num_units):
         return np.arange(num_units), 0
 
-    monkeypatch.setattr(unit_leases, "unit_order", other_numpy)
+    monkeypatch.setattr(accounting, "unit_order", other_numpy)
     with pytest.raises(StorageError, match="shuffles epoch 0 of dataset 'c4' differently"):
         units.lease(a, 1, 0)
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.wire_types import Lease
-from composer_replication.coordinator.work_units.accounting import update_stream
-from composer_replication.coordinator.work_units.leases import grant, read_lease
+from composer_replication.coordinator.work_units.accounting import grant, read_lease, update_stream
 from composer_replication.coordinator.work_units.tables import (
     MAX_UNITS,
     DatasetMismatch,
