@@ -231,11 +231,15 @@ class RunData:
             "events": self.events.newest(),
         }
 
+    def shown(self) -> dict[str, Any]:
+        """The status with the settings as people write them, for the page and the saved one."""
+        status = self.status()
+        settings = {name: in_yaml(each) for name, each in status["settings"].items()}
+        return status | {"settings": settings}
+
     def page(self) -> dict[str, Any]:
         """Everything that the page shows; ``docs/watching.md`` describes it."""
-        status = self.status()
-        status["settings"] = {name: in_yaml(each) for name, each in status["settings"].items()}
-        return status if self.record is None else with_record(status, self.record())
+        return self.shown() if self.record is None else with_record(self.shown(), self.record())
 
 
 def create_app(

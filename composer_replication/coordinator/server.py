@@ -162,7 +162,7 @@ class Coordinator:
         What the page showed last is written to ``page.json`` in the state folder, for the report.
         """
         with self._open, fence("page.json, from which report.html is made"):
-            replace_json(self._state_dir / PAGE_DATA, self._run.status())
+            replace_json(self._state_dir / PAGE_DATA, self._run.shown())
 
 
 def _start_lighthouse_beside(
