@@ -1,6 +1,9 @@
 """Small Composer jobs as replica groups of a simulation, for the tests."""
 
+import functools
 import threading
+from contextlib import closing
+from typing import NamedTuple
 
 import torch
 from common import Buffered, TinyMLP, batch
@@ -112,25 +115,6 @@ def read_checkpoint(path):
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
-def final_theta(callback):
-    """The global parameters that the last fit has left, by name."""
-    fragments = callback._group.continuation.ended["fragments"]
-    return {name: theta for each in fragments for name, theta in each["theta"].items()}
-
-
-def fit_alone(max_duration="4ba", *, others=(), diloco=(), **arguments):
-    """Train one simulated replica group; its callback and trainer, closed."""
-
-    def replica(sim):
-        callback = callback_of(sim, **dict(diloco))
-        trainer = trainer_of(callback, *others, max_duration=max_duration, **arguments)
-        trainer.fit()
-        trainer.close()
-        return callback, trainer
-
-    return simulate(replica, num_replicas=1)[0]
-
-
 STREAMING = {
     "sync_every": 8,
     "num_fragments": 2,
@@ -139,26 +123,88 @@ STREAMING = {
 }
 
 
-def fit(sim, *others, diloco=None, **arguments):
-    """Train one replica group; its callback and trainer, closed."""
-    callback = callback_of(sim, **{"sync_every": 4} | (diloco or {}))
+class Fit(NamedTuple):
+    """A replica group after its training.
+
+    Attributes:
+        callback: Ours.
+        trainer: Composer's; it is closed.
+        others: The callbacks beside ours.
+    """
+
+    callback: DiLoCoCallback
+    trainer: Trainer
+    others: list[Callback]
+
+    @property
+    def result(self):
+        return self.callback.result
+
+    @property
+    def digest(self):
+        return self.result["global_digest"]
+
+    @property
+    def weights(self):
+        return dict(self.trainer.state.model.named_parameters())
+
+
+def train(callback, *others, before=None, **arguments):
+    """Train a group with a callback of ours, and close its Trainer, also after an error.
+
+    Args:
+        callback: Ours.
+        *others: Callbacks after it, or classes of those that take it.
+        before: Called with the Trainer before its fit.
+        **arguments: As of ``trainer_of``.
+    """
     others = [each(callback) if isinstance(each, type) else each for each in others]
-    trainer = trainer_of(callback, *others, replica_id=sim.replica_id, **arguments)
-    trainer.fit()
-    trainer.close()
-    return callback, trainer
+    trainer = trainer_of(callback, *others, **{"max_duration": "4ba"} | arguments)
+    with closing(trainer):
+        if before is not None:
+            before(trainer)
+        trainer.fit()
+    return Fit(callback, trainer, others)
 
 
-def saving(folder, sim, interval="3ba"):
+def fit_groups(num_replicas, *others, faults=(), own=None, diloco=None, **arguments):
+    """Train simulated replica groups, each with ``train``.
+
+    Args:
+        num_replicas: How many.
+        *others: Callbacks of each beside ours, or classes of those that take ours.
+        faults: Scripted ones.
+        own: Returns more arguments for a group, by its number; ``others`` and ``diloco`` too.
+        diloco: Arguments of our callback.
+        **arguments: As of ``train``. ``{group}`` in ``load_path`` is the group's number.
+    """
+
+    def replica(sim):
+        given = {"replica_id": sim.replica_id} | arguments | (own(sim.replica_id) if own else {})
+        callback = callback_of(sim, **(diloco or {}) | given.pop("diloco", {}))
+        if given.get("load_path"):
+            given["load_path"] = str(given["load_path"]).format(group=sim.replica_id)
+        return train(callback, *others, *given.pop("others", ()), **given)
+
+    return simulate(replica, num_replicas=num_replicas, faults=faults)
+
+
+def fit_alone(*others, **arguments):
+    """The only group of a simulation, trained."""
+    return fit_groups(1, *others, **arguments)[0]
+
+
+def saving(folder, group, interval="3ba"):
+    """A Trainer's arguments for checkpoints ``<folder>/<group>/ba<batch>.pt``."""
     return {
-        "save_folder": f"{folder}/{sim.replica_id}",
+        "save_folder": f"{folder}/{group}",
         "save_filename": "ba{batch}.pt",
         "save_interval": interval,
     }
 
 
-def train_and_save(folder, *others, num_replicas=2, max_duration="6ba", interval="3ba", **more):
-    def replica(sim):
-        return fit(sim, *others, max_duration=max_duration, **saving(folder, sim, interval), **more)
-
-    return simulate(replica, num_replicas=num_replicas)
+def train_and_save(folder, *others, num_replicas=2, interval="3ba", **arguments):
+    """Train groups that leave checkpoints."""
+    arguments = {"max_duration": "6ba"} | arguments
+    save = functools.partial(saving, folder, interval=interval)
+    return fit_groups(num_replicas, *others, own=save, **arguments)

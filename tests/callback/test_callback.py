@@ -1,8 +1,7 @@
 """The Composer callback. Run: pytest tests/callback/test_callback.py
 
-Real: Composer's Trainer on the CPU, checkpoints and the run folder in ``tmp_path``; in the tests
-marked ``integration`` a torchft lighthouse, Manager and gloo too. Elsewhere the network is faked:
-replica groups are threads over the simulation's shared buffer.
+Real: Composer's Trainer on the CPU, checkpoints and the run folder in ``tmp_path``. Replica groups
+are threads over the simulation's shared buffer.
 """
 
 import dataclasses
@@ -18,19 +17,12 @@ import torch
 from composer import Callback, Event
 from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
-from composer_jobs import (
-    Each,
-    callback_of,
-    data,
-    final_theta,
-    fit,
-    fit_alone,
-    trainer_of,
-)
+from composer_jobs import Each, callback_of, data, fit_alone, fit_groups, trainer_of
 from run_events import result_of, syncs_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.sync_report import SyncReport
+from composer_replication.group import replica_group
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import SimulationError, simulate
@@ -60,11 +52,6 @@ def test_each_argument_reaches_the_settings_or_the_options():
     seen = dataclasses.asdict(callback.settings) | dataclasses.asdict(callback.options)
     assert given.items() <= seen.items()
     assert seen["schedule"] == ({"outer_step": 9, "outer_lr": 0.25},)
-
-
-def test_an_unknown_argument_is_a_type_error():
-    with pytest.raises(TypeError, match="sync_evry"):
-        DiLoCoCallback(sync_evry=10)
 
 
 def test_construction_touches_no_network_and_starts_nothing(monkeypatch):
@@ -127,13 +114,14 @@ class WithoutGradients(Callback):
 
 def test_the_hidden_steps_of_a_save_and_a_load_do_not_count(tmp_path):
     saving = {"save_folder": str(tmp_path), "save_interval": "1ba", "save_filename": "ba{batch}.pt"}
-    arguments = {"optimizer": CountedSGD, "others": [WithoutGradients()]}
-    callback, trainer = fit_alone("3ba", **arguments, **saving)
-    assert trainer.state.optimizers[0].calls > 3  # else there was nothing to overlook
-    assert callback.result["inner_steps"] == 3
+    arguments = {"optimizer": CountedSGD, **saving}
+    first = fit_alone(WithoutGradients(), max_duration="3ba", **arguments)
+    assert first.trainer.state.optimizers[0].calls > 3  # else there was nothing to overlook
+    assert first.result["inner_steps"] == 3
 
-    resumed, trainer = fit_alone("6ba", **arguments, load_path=str(tmp_path / "ba3.pt"))
-    assert trainer.state.optimizers[0].calls > 3
+    arguments |= {"load_path": tmp_path / "ba3.pt"}
+    resumed = fit_alone(WithoutGradients(), max_duration="6ba", **arguments)
+    assert resumed.trainer.state.optimizers[0].calls > 3
     assert resumed.result["inner_steps"] == 6
 
 
@@ -176,36 +164,24 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count(is_fused):
     assert logged.data["diloco/contribution"][0][1] == 16, "without the skipped batch's samples"
 
 
-def fit_counting_tokens(count):
-    """Two groups by their tokens: the contributions of each group's syncs."""
-
-    def replica(sim):
-        logged = InMemoryLogger()
-        callback = callback_of(sim, weight_by="tokens")
-        trainer = trainer_of(
-            callback, replica_id=sim.replica_id, max_duration="4ba", loggers=[logged]
-        )
-        spec = data(sim.replica_id)
-        if count is not None:
-            spec = DataSpec(spec, get_num_tokens_in_batch=lambda batch: count(sim, batch))
-        trainer.fit(train_dataloader=spec)
-        trainer.close()
-        return [value for _, value in logged.data["diloco/contribution"]]
-
-    return simulate(replica, num_replicas=2)
-
-
 def test_tokens_are_counted_by_the_loaders_own_function():
-    def count(sim, batch):
-        return {"total": 100 * (1 + sim.replica_id) + len(batch[0]), "loss_generating": 1}
+    def own(group):
+        def count(batch):
+            return {"total": 100 * (1 + group) + len(batch[0]), "loss_generating": 1}
 
-    assert fit_counting_tokens(count) == [[216, 216], [416, 416]]
+        spec = DataSpec(data(group), get_num_tokens_in_batch=count)
+        return {"train_dataloader": spec, "loggers": logged[group]}
+
+    logged = [InMemoryLogger(), InMemoryLogger()]
+    fit_groups(2, own=own, diloco={"weight_by": "tokens"})
+    contributions = [[value for _, value in each.data["diloco/contribution"]] for each in logged]
+    assert contributions == [[216, 216], [416, 416]]
 
 
 def test_a_batch_of_no_tokens_is_refused_with_the_fix():
     # Composer's own count knows nothing of these batches.
     with pytest.raises(SimulationError, match=r"1 ranks have a batch of 0 tokens: give the loader"):
-        fit_counting_tokens(None)
+        fit_alone(diloco={"weight_by": "tokens"})
 
 
 # ---- what it tells --------------------------------------------------------------------------
@@ -216,13 +192,9 @@ def documented_keys():
 
 
 def test_the_documented_metrics_are_logged_at_every_sync_and_no_others():
-    def replica(sim):
-        logged = InMemoryLogger()
-        settings = {"digest_every": 1, "sync_every": 2}
-        fit(sim, max_duration="4ba", loggers=[logged], diloco=settings)
-        return logged.data
-
-    for metrics in simulate(replica, num_replicas=2):
+    logged = [InMemoryLogger(), InMemoryLogger()]
+    fit_groups(2, own=lambda group: {"loggers": logged[group]}, diloco={"digest_every": 1})
+    for metrics in (each.data for each in logged):
         keys = {key for key in metrics if key.startswith("diloco/")}
         assert keys == documented_keys() - {"diloco/global_digest"}  # numbers only
         steps = [(int(at.batch), value) for at, value in metrics["diloco/outer_step"]]
@@ -244,7 +216,8 @@ def test_the_documented_metrics_are_those_of_the_sync_report():
 
 def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     began = time.time()
-    callback, trainer = fit_alone("5ba", diloco={"run_dir": str(tmp_path), "digest_every": 2})
+    diloco = {"run_dir": str(tmp_path), "digest_every": 2}
+    fit = fit_alone(max_duration="5ba", diloco=diloco)
     folder = tmp_path / "replica_0"
     lines = syncs_of(folder)
     assert [line["batch"] for line in lines] == [2, 4, 5]  # the last one is the final sync
@@ -262,7 +235,7 @@ def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
         assert line["loss"] > 0
         assert began <= line["time"] <= time.time()
     result = result_of(folder)
-    assert result == callback.result
+    assert result == fit.result
     assert result["final_loss"] == lines[-1]["loss"]
     status = json.loads((folder / "status.json").read_text())
     assert (status["phase"], status["batch"], status["max_batches"]) == ("evaluating", 5, 5)
@@ -284,13 +257,11 @@ def test_a_manager_that_was_given_is_good_for_one_fit():
 
 
 def test_without_a_final_sync_the_last_steps_stay_local():
-    callback, trainer = fit_alone("3ba", diloco={"final_sync": False})
-    assert callback.result["outer_steps"] == 1
-    before, after = callback.state_dict()["local"], dict(trainer.state.model.named_parameters())
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], local) for name, local in before.items())
-    theta = final_theta(callback)
-    assert not any(torch.equal(after[name], value) for name, value in theta.items())
+    fit = fit_alone(max_duration="3ba", diloco={"final_sync": False})
+    assert fit.result["outer_steps"] == 1
+    before = fit.callback.state_dict()["local"]
+    assert before.keys() == fit.weights.keys()
+    assert all(torch.equal(fit.weights[name], local) for name, local in before.items())
 
 
 def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():
@@ -301,7 +272,7 @@ def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():
             assert is_done.wait(5)
 
     def replica(sim):
-        callback = callback_of(sim, sync_every=2)
+        callback = callback_of(sim)
         first = [Slow()] if sim.replica_id else []
         duration = "4ba" if sim.replica_id else "8ba"
         trainer = trainer_of(*first, callback, replica_id=sim.replica_id, max_duration=duration)
@@ -336,30 +307,30 @@ def test_evaluation_alone_needs_no_peers():
     trainer.close()
 
 
-class Broken(Exception):
-    """What the user's code raises."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(ranks, monkeypatch):
+    def lose_parent(state):
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(replica_group, "world_size", lambda: ranks)
 
-
-def test_a_rank_ends_when_its_launcher_has_died_and_a_lone_process_has_none(monkeypatch):
-    callback = DiLoCoCallback(replica_id=0)
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    callback._group._check_launcher()  # a lone process may lose its parent: a shell that was left
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="the launcher of this group's ranks has died"):
-        callback._group._check_launcher()
+    if ranks == 1:  # it may lose its parent: a shell that was left
+        assert fit_alone(Each(lose_parent)).result["inner_steps"] == 4
+    else:
+        with pytest.raises(SimulationError, match="the launcher of this group's ranks has died"):
+            fit_alone(Each(lose_parent))
 
 
 def test_who_raises_at_the_start_of_the_fit_holds_nobody_up():
     class RaisesAtStart(Callback):
         def fit_start(self, state, logger):
-            raise Broken
+            raise ZeroDivisionError
 
     def replica(sim):
         callback = callback_of(sim)
         others = [RaisesAtStart()] if sim.replica_id else []
         trainer = trainer_of(*others, callback, replica_id=sim.replica_id, max_duration="4ba")
         if sim.replica_id:
-            with pytest.raises(Broken):
+            with pytest.raises(ZeroDivisionError):
                 trainer.fit()
             trainer.close()
             assert callback.diloco is None
@@ -390,27 +361,17 @@ def test_a_group_that_cannot_join_leaves_no_one_waiting_and_says_that_it_never_c
     assert status == {"phase": "rejected"}
 
 
-# ---- over a real lighthouse, in this process ------------------------------------------------
-
-
 def test_only_a_close_after_an_error_watches_for_ranks_that_never_come(monkeypatch):
     watched = []
     monkeypatch.setattr(
         "composer_replication.callback.callback.end_if_stuck_in_close", watched.append
     )
-    fit_alone("2ba")
+    fit_alone()
     assert watched == []
 
     def fail(state):
         raise RuntimeError("in training")
 
-    def replica(sim):
-        trainer = trainer_of(callback_of(sim), Each(fail), max_duration="2ba")
-        try:
-            trainer.fit()
-        finally:
-            trainer.close()
-
     with pytest.raises(SimulationError):
-        simulate(replica, num_replicas=1)
+        fit_alone(Each(fail))
     assert [str(error) for error in watched] == ["in training"]

@@ -18,29 +18,23 @@ import threading
 
 import pytest
 from common import batch
-from composer_jobs import callback_of, fit, trainer_of
+from composer_jobs import fit_groups
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
 from composer_replication.callback.composer_job import short_bar_format
 from composer_replication.group.reports import changes, members_of
 from composer_replication.group.words import listed_groups
-from composer_replication.simulation.simulation import Fault, simulate
+from composer_replication.simulation.simulation import Fault
 
 pytestmark = pytest.mark.slow
 
 
-def train(num_replicas, *faults, max_duration="8ba", **diloco):
-    def replica(sim):
-        late = any(fault.kind == "late" for fault in faults)
-        own = diloco | ({"num_replicas": 1} if late else {})
-        callback = callback_of(sim, **own)
-        trainer = trainer_of(callback, replica_id=sim.replica_id, max_duration=max_duration)
-        trainer.fit()
-        trainer.close()
-        return callback.result
-
-    return simulate(replica, num_replicas=num_replicas, faults=faults)
+def train(num_replicas, *faults, **diloco):
+    if any(fault.kind == "late" for fault in faults):
+        diloco["num_replicas"] = 1
+    fits = fit_groups(num_replicas, faults=faults, max_duration="8ba", diloco=diloco)
+    return [fit and fit.result for fit in fits]
 
 
 @pytest.fixture
@@ -116,6 +110,11 @@ def terminal(request):
     os.close(reading)
 
 
+def bar_of_group_0(file):
+    bar = {"progress_bar": True, "console_stream": file}
+    return lambda group: {} if group else bar
+
+
 @pytest.mark.parametrize("unit", ["ba", "ep"])
 @pytest.mark.parametrize("terminal", [80, 120], indirect=True)
 def test_composers_progress_bar_shows_the_position_and_the_loss_as_far_as_it_fits(
@@ -124,12 +123,8 @@ def test_composers_progress_bar_shows_the_position_and_the_loss_as_far_as_it_fit
     file, close = terminal
     width = request.node.callspec.params["terminal"]
 
-    def replica(sim):
-        shows = sim.replica_id == 0
-        bar = {"progress_bar": True, "console_stream": file} if shows else {}
-        fit(sim, max_duration={"ba": "8ba", "ep": "2ep"}[unit], **bar)
-
-    simulate(replica, num_replicas=2)
+    duration = {"ba": "8ba", "ep": "2ep"}[unit]
+    fit_groups(2, own=bar_of_group_0(file), max_duration=duration, diloco={"sync_every": 4})
     drawn = [line for line in re.split(r"[\r\n]", close()) if "train" in line]
     drawn = [re.sub(r"\x1b\[[A-Za-z]", "", line) for line in drawn]
     positions = [re.search(r"round \d\.\d, outer step \d, 2 groups: +\d+%\|", d) for d in drawn]
@@ -147,14 +142,11 @@ def test_a_bar_of_shared_samples_ends_where_the_groups_part_of_an_epoch_does(ter
     file, close = terminal
     samples = TensorDataset(*batch(0, 0, size=64))
 
-    def replica(sim):
-        shows = sim.replica_id == 0
-        bar = {"progress_bar": True, "console_stream": file} if shows else {}
+    def own(group):
         loader = ReplicaDataLoader(samples, 4, unit_size=4)  # of which a group reads 8 batches
-        diloco = {"num_replicas": 2, "sync_every": 2}
-        fit(sim, max_duration="2ep", train_dataloader=loader, diloco=diloco, **bar)
+        return {"train_dataloader": loader} | bar_of_group_0(file)(group)
 
-    simulate(replica, num_replicas=2)
+    fit_groups(2, own=own, max_duration="2ep")
     totals = re.findall(r"groups: +\d+%\|[^|]*\| +(\d+/\d+) ", close())
     assert totals[-1] == "8/8" and "4/8" in totals and "8/9" not in totals
 

@@ -8,12 +8,11 @@ import logging
 
 import torch
 from common import batch
-from composer_jobs import TinyModel, callback_of, trainer_of
+from composer_jobs import TinyModel, fit_groups
 from run_events import events_of
 from torch.utils.data import DataLoader
 
 from composer_replication.launch.live_run import LiveRun
-from composer_replication.simulation.simulation import simulate
 
 
 class DictModel(TinyModel):
@@ -39,19 +38,10 @@ SAID = (
 
 
 def test_groups_on_the_same_samples_say_so_once_and_the_launch_says_it_too(caplog, tmp_path):
-    def replica(sim):
-        trainer = trainer_of(
-            callback_of(sim, run_dir=str(tmp_path)),
-            model=DictModel,
-            train_dataloader=DataLoader(samples(), 8),
-            max_duration="8ba",
-        )
-        trainer.fit()
-        trainer.close()
-
+    job = {"model": DictModel, "train_dataloader": DataLoader(samples(), 8)}
     groups = LiveRun(tmp_path, range(2))
     with caplog.at_level(logging.WARNING, "composer_replication"):
-        simulate(replica, num_replicas=2)
+        fit_groups(2, max_duration="8ba", diloco={"run_dir": str(tmp_path)}, **job)
     assert caplog.messages == [SAID] * 2
     assert [*groups.update(), *groups.update()] == [SAID]
     events = events_of(tmp_path / "replica_0", "start", "sync", "warning")

@@ -15,13 +15,13 @@ import sys
 import pytest
 import tqdm.auto
 from composer.loggers import InMemoryLogger, LoggerDestination
-from composer_jobs import callback_of, saving, trainer_of
+from composer_jobs import fit_alone, fit_groups, saving
 from failing_disk import no_file_above
 from run_events import result_of
 
 from composer_replication.diloco import fence as fences
 from composer_replication.diloco.fence import fence
-from composer_replication.simulation.simulation import SimulationError, simulate
+from composer_replication.simulation.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
 
@@ -107,27 +107,18 @@ def test_a_fit_ends_whatever_is_wrong_with_what_shows_it(around, tmp_path, monke
     enter, said = AROUND[around]
     kept = [InMemoryLogger(), InMemoryLogger()]
 
-    def replica(sim):
-        callback = callback_of(sim, run_dir=str(tmp_path))
-        broken = [Broken()] if around == "a logger that raises" else []
-        trainer = trainer_of(
-            callback,
-            replica_id=sim.replica_id,
-            max_duration="8ba",
-            progress_bar=True,
-            console_stream=console,
-            loggers=[*broken, kept[sim.replica_id]],
-        )
-        trainer.fit()
-        trainer.close()
-        return callback.result
+    def loggers(group):
+        return {"loggers": [*([Broken()] if around == "a logger that raises" else []), kept[group]]}
 
     with (
         caplog.at_level(logging.INFO),
         Console(open(os.devnull, "wb")) as console,
         enter(monkeypatch),
     ):
-        one, other = simulate(replica, num_replicas=2)
+        bar = {"progress_bar": True, "console_stream": console}
+        diloco = {"run_dir": str(tmp_path)}
+        fits = fit_groups(2, own=loggers, max_duration="8ba", diloco=diloco, **bar)
+    one, other = (fit.result for fit in fits)
     assert one["outer_steps"] == other["outer_steps"] == 4
     assert one["global_digest"] == other["global_digest"]
     lines = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Cannot show")]
@@ -139,16 +130,8 @@ def test_a_fit_ends_whatever_is_wrong_with_what_shows_it(around, tmp_path, monke
 
 
 def test_a_checkpoint_that_cannot_be_written_stays_an_error(tmp_path):
-    def replica(sim):
-        trainer = trainer_of(callback_of(sim), max_duration="4ba", **saving(tmp_path, sim, "2ba"))
-        try:
-            with no_file_above(0):
-                trainer.fit()
-        finally:
-            trainer.close()
-
-    with pytest.raises(SimulationError):
-        simulate(replica, num_replicas=1)
+    with pytest.raises(SimulationError), no_file_above(0):
+        fit_alone(**saving(tmp_path, 0, "2ba"))
 
 
 def test_a_fence_says_the_first_error_of_a_kind_and_lets_an_interrupt_through(caplog, monkeypatch):

@@ -7,10 +7,9 @@ What Composer alone accepts, DiLoCoCallback accepts: and what is frozen does not
 import pytest
 import torch
 from composer.algorithms import LayerFreezing
-from composer_jobs import Each, callback_of, trainer_of
+from composer_jobs import Each, fit_groups, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation.simulation import simulate
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +19,7 @@ FIRST = "mlp.layers.0.weight"
 class Track(Each):
     """Which parameters are frozen, and all values, at every end of a batch."""
 
-    def __init__(self):
+    def __init__(self, diloco):
         self.rows = []
         super().__init__(self._look)
 
@@ -37,46 +36,24 @@ class Track(Each):
         return [batch for batch, (before, after) in pairs if not torch.equal(before, after)]
 
 
-def two_groups(max_duration, **diloco):
-    """Train with LayerFreezing; what was seen, the callback and the model of each group."""
-
-    def replica(sim):
-        track = Track()
-        callback = callback_of(sim, **diloco)
-        trainer = trainer_of(
-            track,
-            callback,
-            replica_id=sim.replica_id,
-            max_duration=max_duration,
-            algorithms=LayerFreezing(0.1, 1.0),
-        )
-        trainer.fit()
-        trainer.close()
-        return track, callback.result["global_digest"], dict(trainer.state.model.named_parameters())
-
-    return simulate(replica, num_replicas=2)
+def freezing(group):
+    return {"algorithms": LayerFreezing(0.1, 1.0)}
 
 
-def test_layers_that_freeze_at_the_end_of_a_round_never_move_again():
-    runs = two_groups("5ep", sync_every=4)
-    assert runs[0][1] == runs[1][1]
-    for track, _, model in runs:
-        assert not model[FIRST].requires_grad
-        assert track.moves_once_frozen(FIRST) == []
-
-
-@pytest.mark.parametrize("diloco", [
-    {"sync_every": 3},
-    {"sync_every": 6, "num_fragments": 2},
-    {"sync_every": 6, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5},
-], ids=["vanilla", "fragments", "streaming"])  # fmt: skip
-def test_layers_that_freeze_in_mid_round_move_once_at_the_next_sync(diloco):
-    runs = two_groups("6ep", **diloco)
-    assert runs[0][1] == runs[1][1]
-    for track, _, _ in runs:
-        assert len(track.moves_once_frozen(FIRST)) <= 1
-    one, other = (model for _, _, model in runs)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+@pytest.mark.parametrize(("diloco", "moves"), [
+    ({"sync_every": 4}, 0),  # they freeze at the end of a round
+    ({"sync_every": 3}, 1),
+    ({"sync_every": 6, "num_fragments": 2}, 1),
+    ({"sync_every": 6, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}, 1),
+], ids=["at the end", "vanilla", "fragments", "streaming"])  # fmt: skip
+def test_layers_that_freeze_in_mid_round_move_once_at_the_next_sync(diloco, moves):
+    one, other = fit_groups(2, Track, own=freezing, max_duration="6ep", diloco=diloco)
+    assert one.digest == other.digest
+    for fit in (one, other):
+        assert not fit.weights[FIRST].requires_grad
+        [track] = fit.others
+        assert len(track.moves_once_frozen(FIRST)) <= moves
+        assert all(torch.equal(p, other.weights[name]) for name, p in fit.weights.items())
 
 
 def test_a_fit_goes_on_after_layer_freezing():

@@ -4,6 +4,7 @@ Real: Composer's Trainer, its schedulers and torch's. The network is the simulat
 """
 
 import logging
+from contextlib import closing
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **d
     """Of each of two groups, the second of which has a fault."""
 
     def replica(sim):
-        rates, optimizers = Rates(), []
+        optimizers = []
 
         def sgd(parameters):
             optimizers.append(torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
@@ -57,16 +58,14 @@ def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **d
 
         trainer = trainer_of(
             callback_of(sim, **diloco),
-            rates,
+            rates := Rates(),
             replica_id=sim.replica_id,
             optimizer=sgd,
             max_duration=duration,
         )
         scheduler = build(optimizers[0])
-        try:
+        with closing(trainer):
             trainer.fit(schedulers=scheduler, step_schedulers_every_batch=every_batch)
-        finally:
-            trainer.close()
         return rates.found
 
     return simulate(replica, num_replicas=2, faults=faults)

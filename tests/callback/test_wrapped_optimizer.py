@@ -8,9 +8,7 @@ import pytest
 import torch
 from composer import Callback
 from composer.algorithms import SAM
-from composer_jobs import callback_of, trainer_of
-
-from composer_replication.simulation.simulation import simulate
+from composer_jobs import fit_groups
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,36 +50,19 @@ class Look(Callback):
         self.losses.append(float(state.loss.detach()))
 
 
-def train(sim, algorithms, *others, max_duration="12ba", **diloco):
-    callback = callback_of(sim, **diloco)
-    look = Look(callback)
-    trainer = trainer_of(
-        callback,
-        look,
-        *others,
-        replica_id=sim.replica_id,
-        optimizer=adamw,
-        algorithms=algorithms,
-        max_duration=max_duration,
-    )
-    trainer.fit()
-    final = [p.detach().clone() for p in trainer.state.model.parameters()]
-    trainer.close()
-    return callback, look, final
-
-
 @pytest.mark.parametrize("interval", [None, 1, 2])
 def test_a_batch_that_is_not_a_number_costs_one_round_with_sam_too(interval):
-    def replica(sim):
-        others = [Poison(at=4)] if sim.replica_id else []
+    def own(group):
         algorithms = [] if interval is None else [SAM(interval=interval)]
-        return train(sim, algorithms, *others, sync_every=3, max_sync_retries=2)
+        return {"algorithms": algorithms, "others": [Poison(at=4)] if group else []}
 
-    groups = simulate(replica, num_replicas=2)
-    for replica_id, (callback, look, final) in enumerate(groups):
+    diloco = {"sync_every": 3, "max_sync_retries": 2}
+    fits = fit_groups(2, Look, own=own, optimizer=adamw, max_duration="12ba", diloco=diloco)
+    for group, fit in enumerate(fits):
+        look = fit.others[0]
         sick = [i for i, loss in enumerate(look.losses) if loss != loss]
-        assert sick == ([4, 5] if replica_id else [])
+        assert sick == ([4, 5] if group else [])
         assert look.begins_on_global[6]
-        assert all(p.isfinite().all() for p in final)
-        assert callback.result["outer_steps"] == 4
-    assert groups[0][0].result["global_digest"] == groups[1][0].result["global_digest"]
+        assert all(p.isfinite().all() for p in fit.weights.values())
+        assert fit.result["outer_steps"] == 4
+    assert fits[0].digest == fits[1].digest

@@ -52,7 +52,7 @@ def test_training_survives_each_failure_and_loses_no_line(disk, folders, monkeyp
 
     def train(run_dir):
         try:
-            fit_alone("4ba", diloco={"run_dir": str(run_dir)})
+            fit_alone(diloco={"run_dir": str(run_dir)})
         except SimulationError as error:
             raise error.__cause__ from None
 
