@@ -48,16 +48,21 @@ def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
     clock.monotonic = clock.time = lambda: clock.now
     monkeypatch.setattr(reports, "time", clock)
     folder = Folder(None, 0)
-    log = Reports(folder, DiLoCoSettings(sync_every=5), Trainer())
-    assert report(log, "joining", began_at, done_then)["max_batches"] is None
+    log = Reports(folder, DiLoCoSettings(sync_every=5), trainer := Trainer())
+
+    def report(phase, batch, done):
+        trainer.steps = batch
+        return log.position(phase, SimpleNamespace(inner_steps=batch, outer_step=0), done)
+
+    assert report("joining", began_at, done_then)["max_batches"] is None
     for batch in range(20):
         synced = batch - batch % 5
-        found = report(log, "training", began_at + batch, done_then + share * synced)
+        found = report("training", began_at + batch, done_then + share * synced)
         clock.now += SECONDS
         assert found["max_batches"] == (ends_at if synced else None)
         assert found["steps_per_second"] == (1 / SECONDS if synced else None)
     assert folder.status["seconds_left"] == SECONDS * (ends_at - began_at - 19)
-    assert report(log, "evaluating", began_at + 20, 1.0)["max_batches"] == ends_at
+    assert report("evaluating", began_at + 20, 1.0)["max_batches"] == ends_at
 
 
 def test_between_syncs_it_is_reported_ten_times_a_second_and_to_a_progress_bar_at_each_step(
@@ -74,8 +79,3 @@ def test_between_syncs_it_is_reported_ten_times_a_second_and_to_a_progress_bar_a
     assert log.is_due("training") and not log.is_due("training")
     trainer.shows_position = True
     assert log.is_due("training") and log.is_due("training")
-
-
-def report(log, phase, batch, done):
-    log._host.steps = batch
-    return log.position(phase, SimpleNamespace(inner_steps=batch, outer_step=0), done)
