@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from composer_replication.hf import DiLoCoTrainerCallback
+from hosts.hf_trainers import WithLoss, arguments_of, rows_of
 from hosts.host import (
     BATCH_SIZE,
     Job,
@@ -28,44 +29,28 @@ from hosts.host import (
 name = "Hugging Face's Trainer"
 
 
-class _Model(nn.Module):
-    """Returns the loss, as the Trainer wants it."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        out = self.net(x)
-        return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
-
-
 class _InOrder(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
 class _Steps(TrainerCallback):
-    """Tells the job of each step. In step 6 a group dies, or lets a late one in."""
+    """Tells the job of each step, and ends it where the job stops.
+
+    In step 6 a group dies, or lets a late one in.
+    """
 
     def __init__(self, job: Job, group: Group, net: nn.Module) -> None:
-        self._job, self._group, self._net = job, group, net
+        self.job, self.group, self.net = job, group, net
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self._job.after_step(self._group.replica_id, state.global_step, self._net)
-        if state.global_step == 6 and self._job.dies and self._group.replica_id == 1:
-            self._group.kill()
-        if state.global_step == 6 and self._job.is_late:
-            self._group.signal.set()
-            self._group.wait_until_somebody_asks()
-
-
-class _Stop(TrainerCallback):
-    def __init__(self, step: int | None) -> None:
-        self._step = step
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if state.global_step == self._step:
+        self.job.after_step(self.group.replica_id, state.global_step, self.net)
+        if state.global_step == 6 and self.job.dies and self.group.replica_id == 1:
+            self.group.kill()
+        if state.global_step == 6 and self.job.is_late:
+            self.group.signal.set()
+            self.group.wait_until_somebody_asks()
+        if state.global_step == self.job.stops_at:
             control.should_training_stop = True
 
 
@@ -82,7 +67,7 @@ def train_group(process: Group, job: Job) -> Outcome | None:
         lighthouse_addr=group.lighthouse_addr, timeout=20.0, **arguments
     )
     net = job.model(group.replica_id)
-    model = _Model(net)
+    model = WithLoss(net)
     if job.is_sharded:
         fully_shard(net)
         model._is_accelerate_prepared = True  # accelerate shards on GPUs alone, and has DDP here
@@ -93,8 +78,8 @@ def train_group(process: Group, job: Job) -> Outcome | None:
     batches = job.batches(group.replica_id, job.steps * job.accumulate * job.ranks)
     trainer = _InOrder(
         model=model,
-        args=TrainingArguments(
-            output_dir=str(folder) if folder else "unused",
+        args=arguments_of(
+            folder or "unused",
             per_device_train_batch_size=BATCH_SIZE,
             per_device_eval_batch_size=16,
             gradient_accumulation_steps=job.accumulate,
@@ -104,17 +89,13 @@ def train_group(process: Group, job: Job) -> Outcome | None:
             eval_steps=job.evaluate_every or None,
             save_strategy="steps" if job.save_every else "no",
             save_steps=job.save_every or 500,
-            logging_steps=1,
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
             ddp_backend="gloo" if job.ranks > 1 else None,
             seed=1,
         ),
-        train_dataset=_rows(batches),
-        eval_dataset=_rows([held_out()]),
+        train_dataset=rows_of(batches),
+        eval_dataset=rows_of([held_out()]),
         optimizers=(optimizer, constant),
-        callbacks=[_Stop(job.stops_at), callback, _Steps(job, group, net)],
+        callbacks=[callback, _Steps(job, group, net)],
     )
     resumed = job.resumes_at and str(folder / f"checkpoint-{job.resumes_at}")
     with warnings_of_package() as said:
@@ -134,10 +115,6 @@ def train_group(process: Group, job: Job) -> Outcome | None:
         contributions=[at["diloco/contribution"] for at in history if "diloco/round" in at],
         warns_of_samples=any("train on the same samples" in each for each in said),
     )
-
-
-def _rows(batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{"x": x, "labels": y} for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:

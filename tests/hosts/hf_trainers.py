@@ -1,17 +1,35 @@
-"""Hugging Face's Trainer on the CPU with ``DiLoCoTrainerCallback``, for the tests of it alone."""
+"""Hugging Face's Trainer on the CPU with ``DiLoCoTrainerCallback``: small trainings."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from common import TinyMLP
 from integration.replicas import Group
-from transformers import Trainer, TrainingArguments
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from composer_replication.hf import DiLoCoTrainerCallback
-from hosts.hf_host import _Model, _rows
 from hosts.host import held_out, own_batches
+
+
+class WithLoss(nn.Module):
+    """Returns the loss, as the Trainer wants it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = self.net(x)
+        return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
+
+
+def rows_of(batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
+    return [{"x": x, "labels": y} for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
 
 
 def arguments_of(folder: Path | str, **changed: Any) -> TrainingArguments:
@@ -28,35 +46,50 @@ def arguments_of(folder: Path | str, **changed: Any) -> TrainingArguments:
     return TrainingArguments(output_dir=str(folder), **own | changed)
 
 
-def trainer_of(group: Group, manager: Any, args: TrainingArguments, **more: Any) -> Trainer:
-    callback = DiLoCoTrainerCallback(
-        manager=manager,
-        replica_id=str(group.replica_id),
-        num_replicas=more.pop("num_replicas", group.num_replicas),
-        sync_every=more.pop("sync_every", 4),
-    )
-    callbacks = [callback, *more.pop("callbacks", [])]
-    trainer = Trainer(
-        model=_Model(TinyMLP(group.replica_id)),
-        args=args,
-        train_dataset=_rows(own_batches(group.replica_id, 8)),
-        eval_dataset=more.pop("eval_dataset", _rows([held_out()])),
-        callbacks=callbacks,
-        **more,
-    )
-    trainer.callback = callback
-    return trainer
-
-
-def alone(tmp_path: Path, **more: Any) -> Trainer:
-    settings = more.pop("settings", {})
-    diloco = DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=4, **settings)
-    trainer = Trainer(
-        model=more.pop("model", None) or _Model(TinyMLP()),
-        args=arguments_of(tmp_path, **more.pop("args", {})),
-        train_dataset=_rows(own_batches(0, 8)),
-        callbacks=[diloco, *more.pop("callbacks", [])],
-        **more,
-    )
+def trainer_of(
+    diloco: DiLoCoTrainerCallback | None,
+    args: TrainingArguments,
+    *callbacks: TrainerCallback,
+    group: int = 0,
+    **more: Any,
+) -> Trainer:
+    """A trainer of a group, with the callback of DiLoCo as its ``callback``."""
+    own = {
+        "model": WithLoss(TinyMLP(group)),
+        "train_dataset": rows_of(own_batches(group, 8)),
+        "eval_dataset": rows_of([held_out()]),
+    }
+    ours = [] if diloco is None else [diloco]
+    trainer = Trainer(args=args, callbacks=[*ours, *callbacks], **own | more)
     trainer.callback = diloco
     return trainer
+
+
+def alone(
+    folder: Path, *callbacks: TrainerCallback, args: Any = (), settings: Any = (), **more: Any
+) -> Trainer:
+    """A trainer of a run of one group."""
+    settings = {"num_replicas": 1, "replica_id": "0", "sync_every": 4, **dict(settings)}
+    args = arguments_of(folder, **dict(args))
+    return trainer_of(DiLoCoTrainerCallback(**settings), args, *callbacks, **more)
+
+
+@contextmanager
+def in_group(
+    group: Group,
+    folder: Path,
+    *callbacks: TrainerCallback,
+    num_replicas: int | None = None,
+    more: Any = (),
+    **args: Any,
+) -> Iterator[Trainer]:
+    """A trainer of a group that meets others, whose manager is shut down at the end."""
+    with group.manager() as manager:
+        diloco = DiLoCoTrainerCallback(
+            manager=manager,
+            replica_id=str(group.replica_id),
+            num_replicas=num_replicas or group.num_replicas,
+            sync_every=4,
+        )
+        own = arguments_of(folder / str(group.replica_id), **args)
+        yield trainer_of(diloco, own, *callbacks, group=group.replica_id, **dict(more))

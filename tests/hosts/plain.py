@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common import mse
-from integration.replicas import Group
+from integration.replicas import Group as Process
+from promises.groups import Group
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +29,7 @@ def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
     return simulated(_train, job, num_replicas)
 
 
-def train_rank(process: Group, job: Job) -> Outcome:
+def train_rank(process: Process, job: Job) -> Outcome:
     group = group_of(process, job)
     with group.manager() as manager:
         sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
@@ -38,55 +40,45 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     model = job.model(sim.replica_id)
     if job.is_sharded:
         fully_shard(model)
-    inner = job.optimizer(model)
     arguments = job.arguments(sim.replica_id, sim.num_replicas)
     del arguments["replica_id"]  # the manager's
     if job.ranks > 1:
         arguments["ranks"] = dist.group.WORLD
     called = DistributedDataParallel(model) if job.ranks > 1 and not job.is_sharded else model
     batches = job.batches(sim.replica_id, job.steps * job.accumulate)
-    evaluations, reports, state, first = {}, [], None, 1
+    evaluations, contributions, saved, first = {}, [], None, 1
     if job.resumes_at is not None:
-        saved = torch.load(_path(job, sim.replica_id, job.resumes_at), weights_only=True)
-        model.load_state_dict(saved["local"])
-        inner.load_state_dict(saved["inner"])
-        state, first = saved["diloco"], job.resumes_at + 1
+        saved = _path(job, sim.replica_id, job.resumes_at).read_bytes()
+        first = job.resumes_at + 1
     for _ in range(job.fits):
         # A manager is good for one fit.
         manager = sim.manager if job.fits == 1 else make_manager(num_replicas=1, replica_id="0")
-        diloco = DiLoCo(manager, model, inner, **arguments)
-        if state is not None:
-            diloco.load_state_dict(state)
-        with shut_down(manager), diloco:
+        of_fit = replace(sim, manager=manager)
+        group = Group(of_fit, model, inner=lambda _: job.optimizer(model), saved=saved, **arguments)
+        diloco = group.diloco
+        with shut_down(manager), group:
             for step in range(first, (job.stops_at or job.steps) + 1):
-                inner.zero_grad()
+                group.inner.zero_grad()
                 for x, y in batches[(step - 1) * job.accumulate : step * job.accumulate]:
                     diloco.note_batch((x, y))
                     diloco.count_samples(len(x))
                     (mse(called, x, y) / job.accumulate).backward()
                 if step == job.steps and not job.is_late:
                     diloco.expect_last_step()
-                inner.step()
-                reports += diloco.pop_finished_syncs()
+                group.inner.step()
+                group.reports += diloco.pop_finished_syncs()
                 job.after_step(sim.replica_id, step, model)
                 if job.evaluate_every and step % job.evaluate_every == 0:
                     evaluations[step] = _evaluate(job, sim.replica_id, diloco)
                 if job.save_every and step % job.save_every == 0:
                     path = _path(job, sim.replica_id, step)
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    saved = {
-                        "model": {k: v.clone() for k, v in diloco.global_parameters().items()},
-                        "local": model.state_dict(),
-                        "inner": inner.state_dict(),
-                        "diloco": diloco.state_dict(),
-                    }
-                    torch.save(saved, path)
+                    path.write_bytes(group.save())
                 if job.is_late and diloco.outer_step == job.steps // arguments["sync_every"]:
                     break  # a joiner's own count of steps began at 1
-            diloco.final_sync()
-            reports += diloco.pop_finished_syncs()
-            state = diloco.state_dict()
-            digest = diloco.global_digest()
+            group.end()
+            saved, digest = group.save(), diloco.global_digest()
+        contributions += group.of_reports("contribution")
     return Outcome(
         digest=digest,
         weights=weights_of(model),
@@ -94,8 +86,8 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
         inner_steps=diloco.inner_steps,
         steps=step,
         outer_steps=diloco.outer_step,
-        contributions=[report.contribution for report in reports],
-        warns_of_samples=any(report.equal_samples for report in reports),
+        contributions=contributions,
+        warns_of_samples=any(group.of_reports("equal_samples")),
     )
 
 
@@ -120,4 +112,5 @@ def _path(job: Job, replica_id: int, step: int) -> Any:
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, torch.Tensor]:
-    return torch.load(_path(job, replica_id, step), weights_only=True)["model"]
+    diloco, *_ = torch.load(_path(job, replica_id, step), weights_only=True)
+    return {name: theta for each in diloco["fragments"] for name, theta in each["theta"].items()}

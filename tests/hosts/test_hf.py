@@ -16,15 +16,14 @@ import pytest
 import torch
 from integration.replicas import Group, run_groups
 
-from hosts.host import held_out, weights_of
+from hosts.host import Job, group_of, held_out, weights_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file  # noqa: E402
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
+from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
 
-from hosts.hf_host import _rows  # noqa: E402
-from hosts.hf_trainers import arguments_of, trainer_of  # noqa: E402
+from hosts.hf_trainers import in_group, rows_of  # noqa: E402
 
 # ---- evaluations, saves and ends ------------------------------------------------------------
 
@@ -32,38 +31,34 @@ from hosts.hf_trainers import arguments_of, trainer_of  # noqa: E402
 class Worse(TrainerCallback):
     """From the second evaluation on, the held-out loss is said to be worse."""
 
-    def __init__(self) -> None:
-        self._num = 0
+    num = 0
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        self._num += 1
-        metrics["eval_loss"] = float(self._num)
+        self.num += 1
+        metrics["eval_loss"] = float(self.num)
 
 
 def end_early(group: Group, folder: Path, strategy: str, only_model: bool) -> dict[str, Any]:
-    steps = {} if strategy == "epoch" else {"eval_steps": 2, "save_steps": 2}
-    args = arguments_of(
-        folder / str(group.replica_id),
-        num_train_epochs=9,
-        max_steps=-1,
-        eval_strategy="steps" if strategy == "best" else strategy,
-        save_strategy=strategy,
-        save_only_model=only_model,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_loss",
-        **steps,
-    )
-    with group.manager() as manager:
-        stopping = [Worse(), EarlyStoppingCallback(early_stopping_patience=1)]
-        trainer = trainer_of(group, manager, args, callbacks=stopping)
+    settings = {
+        "num_train_epochs": 9,
+        "max_steps": -1,
+        "eval_strategy": "steps" if strategy == "best" else strategy,
+        "save_strategy": strategy,
+        "save_only_model": only_model,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        **({} if strategy == "epoch" else {"eval_steps": 2, "save_steps": 2}),
+    }
+    stopping = EarlyStoppingCallback(early_stopping_patience=1)
+    with in_group(group, folder, Worse(), stopping, **settings) as trainer:
         trainer.train()
         trainer.save_model(str(folder / f"saved_{group.replica_id}"))
-        return {
-            "digest": trainer.callback.result["global_digest"],
-            "steps": trainer.state.global_step,
-            "model": weights_of(trainer.model),
-            "best": trainer.state.best_model_checkpoint,
-        }
+    return {
+        "digest": trainer.callback.result["global_digest"],
+        "steps": trainer.state.global_step,
+        "model": weights_of(trainer.model),
+        "best": trainer.state.best_model_checkpoint,
+    }
 
 
 @pytest.mark.parametrize(
@@ -84,22 +79,13 @@ def test_an_early_stop_ends_on_the_best_model_and_all_groups_agree_on_it(
 
 
 def save_in_ranks(process: Group, folder: Path) -> list[Any]:
-    group = process.of_rank(str(folder), 2)
-    os.environ |= {"RANK": str(process.replica_id % 2), "WORLD_SIZE": "2"}
-    args = arguments_of(
-        folder / str(group.replica_id),
-        eval_strategy="steps",
-        eval_steps=3,
-        save_strategy="steps",
-        save_steps=3,
-        load_best_model_at_end=True,
-        ddp_backend="gloo",
-    )
+    group = group_of(process, Job(ranks=2, folder=folder))
+    saves = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    saves |= {"load_best_model_at_end": True, "ddp_backend": "gloo"}
     digests = []
-    for resumes in (False, folder / str(group.replica_id) / "checkpoint-3"):
-        with group.manager() as manager:
-            trainer = trainer_of(group, manager, args)
-            trainer.train(resume_from_checkpoint=str(resumes) if resumes else None)
+    for resumes_from in (None, str(folder / str(group.replica_id) / "checkpoint-3")):
+        with in_group(group, folder, **saves) as trainer:
+            trainer.train(resume_from_checkpoint=resumes_from)
         digests.append(trainer.callback.result["global_digest"])
     return digests
 
@@ -111,15 +97,12 @@ def test_ranks_of_a_group_evaluate_save_and_resume_together(tmp_path):
 
 
 def evaluate_two(group: Group, folder: Path) -> list[dict[str, float]]:
-    args = arguments_of(
-        folder / str(group.replica_id), eval_strategy="steps", eval_steps=3, eval_on_start=True
-    )
-    rows = _rows([held_out()])
-    with group.manager() as manager:
-        datasets = {"a": rows, "b": rows}
-        trainer = trainer_of(group, manager, args, eval_dataset=datasets)
+    rows = rows_of([held_out()])
+    evaluates = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
+    datasets = {"eval_dataset": {"a": rows, "b": rows}}
+    with in_group(group, folder, more=datasets, **evaluates) as trainer:
         trainer.train()
-        return [at for at in trainer.state.log_history if any("eval_" in key for key in at)]
+    return [at for at in trainer.state.log_history if any("eval_" in key for key in at)]
 
 
 def test_each_of_several_datasets_is_evaluated_with_the_global_weights(tmp_path):
@@ -133,20 +116,18 @@ def test_each_of_several_datasets_is_evaluated_with_the_global_weights(tmp_path)
     assert losses(first)[0::2] == losses(first)[1::2]
 
 
-def train_twice(group: Group, folder: Path) -> list[Any]:
-    results = []
-    with group.manager() as manager:
-        trainer = trainer_of(group, manager, arguments_of(folder / str(group.replica_id)))
+def train_twice(group: Group, folder: Path) -> str:
+    with in_group(group, folder) as trainer:
         trainer.train()
-        results.append(dict(trainer.callback.result))
+        digest = trainer.callback.result["global_digest"]
     with pytest.raises(ValueError, match="manager= can be used for one fit only"):
         trainer.train()
-    return results
+    return digest
 
 
 def test_a_manager_that_was_passed_is_good_for_one_training(tmp_path):
-    (first,), (second,) = run_groups(train_twice, folder=tmp_path)
-    assert first["global_digest"] == second["global_digest"]
+    first, second = run_groups(train_twice, folder=tmp_path)
+    assert first == second
 
 
 # ---- joiners --------------------------------------------------------------------------------
@@ -156,11 +137,11 @@ class At(TrainerCallback):
     """Calls a function at the end of a step."""
 
     def __init__(self, step: int, act) -> None:
-        self._step, self._act = step, act
+        self.step, self.act = step, act
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self._step:
-            self._act()
+        if state.global_step == self.step:
+            self.act()
 
 
 def join_late(group: Group, folder: Path) -> dict[str, Any]:
@@ -168,20 +149,17 @@ def join_late(group: Group, folder: Path) -> dict[str, Any]:
         group.signal.set()
         group.wait_until_somebody_asks()
 
-    args = arguments_of(folder / str(group.replica_id), max_steps=16)
-    acts = [At(6, let_in)]
     if group.replica_id == 1:
         group.signal.wait()
-    with group.manager() as manager:
-        trainer = trainer_of(group, manager, args, num_replicas=1, callbacks=acts)
+    with in_group(group, folder, At(6, let_in), num_replicas=1, max_steps=16) as trainer:
         trainer.train()
-        history = trainer.state.log_history
-        return {
-            "digest": trainer.callback.result["global_digest"],
-            "inner_steps": trainer.callback.result["inner_steps"],
-            "steps": trainer.state.global_step,
-            "rates": {at["step"]: at["learning_rate"] for at in history if "learning_rate" in at},
-        }
+    history = trainer.state.log_history
+    return {
+        "digest": trainer.callback.result["global_digest"],
+        "inner_steps": trainer.callback.result["inner_steps"],
+        "steps": trainer.state.global_step,
+        "rates": {at["step"]: at["learning_rate"] for at in history if "learning_rate" in at},
+    }
 
 
 def test_a_joiner_continues_at_the_others_step_and_learning_rate(tmp_path):
@@ -199,13 +177,11 @@ def test_a_joiner_continues_at_the_others_step_and_learning_rate(tmp_path):
 
 def interrupt(group: Group, folder: Path) -> dict[str, Any]:
     """Group 1 waits for group 0 in the sync of step 8, for ever, when Ctrl-C comes."""
-    args = arguments_of(folder / str(group.replica_id), max_steps=12)
     # A shell's background commands, and what they start, ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     press = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    acts = [At(6, group.over.wait if group.replica_id == 0 else press.start)]
-    with group.manager() as manager:
-        trainer = trainer_of(group, manager, args, callbacks=acts)
+    at_6 = At(6, group.over.wait if group.replica_id == 0 else press.start)
+    with in_group(group, folder, at_6, max_steps=12) as trainer:
         if group.replica_id == 0:
             trainer.train()
             return dict(trainer.callback.result)
@@ -224,9 +200,9 @@ class Terminates(TrainerCallback):
     """SIGTERM in an event of step 6. What saves then asks for it in the Trainer's next event."""
 
     def __init__(self, event: str) -> None:
-        setattr(self, event, self._terminate)
+        setattr(self, event, self.terminate)
 
-    def _terminate(self, args, state, control, **kwargs):
+    def terminate(self, args, state, control, **kwargs):
         if state.global_step == 6:
             os.kill(os.getpid(), signal.SIGTERM)
             while not self.saving.is_checkpoint_requested:
@@ -234,44 +210,33 @@ class Terminates(TrainerCallback):
 
 
 def terminate(process: Group, folder: Path, event: str, ranks: int) -> str:
-    group = process.of_rank(str(folder), ranks) if ranks > 1 else process
-    if ranks > 1:
-        os.environ |= {"RANK": str(process.replica_id % ranks), "WORLD_SIZE": str(ranks)}
-
-    def trainer(*callbacks: TrainerCallback, **changed: Any) -> Trainer:
-        changed |= {"ddp_backend": "gloo"} if ranks > 1 else {}
-        own = arguments_of(folder / str(group.replica_id), max_steps=12, **changed)
-        return trainer_of(group, manager, own, callbacks=callbacks)
-
-    digests = []
-    for step in ("whole", "ended", "resumed"):
-        with group.manager() as manager:
-            if step == "ended":
-                at = Terminates(event)
-                ended = trainer(at, enable_jit_checkpoint=True, save_strategy="epoch")
-                callbacks = ended.callback_handler.callbacks
-                (at.saving,) = [c.jit_manager for c in callbacks if hasattr(c, "jit_manager")]
-                at.saving.kill_wait = 0
-                ended.train()
-                assert ended.callback.result == {}, "it has not waited for the others' sync"
-                continue
-            of_step = trainer()
-            of_step.train(resume_from_checkpoint=step == "resumed")
-            digests.append(of_step.callback.result["global_digest"])
+    group = group_of(process, Job(ranks=ranks, folder=folder))
+    at, digests = Terminates(event), []
+    own = {"max_steps": 12, "ddp_backend": "gloo" if ranks > 1 else None}
+    saves = {"enable_jit_checkpoint": True, "save_strategy": "epoch"}
+    with in_group(group, folder, **own) as trainer:
+        trainer.train()
+    digests.append(trainer.callback.result["global_digest"])
+    with in_group(group, folder, at, **own, **saves) as trainer:
+        callbacks = trainer.callback_handler.callbacks
+        (at.saving,) = [c.jit_manager for c in callbacks if hasattr(c, "jit_manager")]
+        at.saving.kill_wait = 0
+        trainer.train()
+        assert trainer.callback.result == {}, "it has not waited for the others' sync"
+    with in_group(group, folder, **own) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+    digests.append(trainer.callback.result["global_digest"])
     assert digests[0] == digests[1]
     return digests[0]
 
 
-@pytest.mark.parametrize(
-    ("event", "ranks"),
-    [
-        ("on_step_end", 1),
-        ("on_step_begin", 1),
-        ("on_pre_optimizer_step", 1),
-        ("on_step_end", 2),
-        ("on_step_begin", 2),
-    ],
-)
+@pytest.mark.parametrize(("event", "ranks"), [
+    ("on_step_end", 1),
+    ("on_step_begin", 1),
+    ("on_pre_optimizer_step", 1),
+    ("on_step_end", 2),
+    ("on_step_begin", 2),
+])  # fmt: skip
 def test_sigterm_ends_a_group_with_the_checkpoint_that_it_is_asked_for(event, ranks, tmp_path):
     digests = run_groups(terminate, 2 * ranks, folder=tmp_path, event=event, ranks=ranks)
     assert len(set(digests)) == 1

@@ -11,18 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import TinyMLP
-
-from hosts.host import own_batches
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from safetensors.torch import load_file  # noqa: E402
-from transformers import Trainer, TrainerCallback  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
-from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
-from hosts.hf_host import _Model, _rows  # noqa: E402
-from hosts.hf_trainers import alone, arguments_of  # noqa: E402
+from hosts.hf_trainers import alone, arguments_of, trainer_of  # noqa: E402
 
 # ---- what cannot be a group -----------------------------------------------------------------
 
@@ -45,12 +40,7 @@ from hosts.hf_trainers import alone, arguments_of  # noqa: E402
 def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(
     where, changed, message, tmp_path, monkeypatch
 ):
-    trainer = Trainer(
-        model=_Model(TinyMLP()),
-        args=arguments_of(tmp_path),
-        train_dataset=_rows(own_batches(0, 8)),
-        callbacks=[diloco := DiLoCoTrainerCallback(num_replicas=1, replica_id="0")],
-    )
+    trainer = alone(tmp_path)
 
     class Changes(TrainerCallback):
         """At once before DiLoCo's callback: the Trainer itself would prepare what is not here."""
@@ -65,21 +55,14 @@ def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(
     trainer.callback_handler.callbacks.insert(0, Changes())
     with pytest.raises(ValueError, match=f"^DiLoCo cannot train with {message}"):
         trainer.train()
-    assert diloco.diloco is None and diloco._group.manager is None
+    assert trainer.callback.diloco is None
 
 
 def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
-    def trainer(*callbacks):
-        args = arguments_of(tmp_path, save_strategy="steps", save_steps=4)
-        rows = _rows(own_batches(0, 8))
-        return Trainer(
-            model=_Model(TinyMLP()), args=args, train_dataset=rows, callbacks=list(callbacks)
-        )
-
-    trainer().train()
-    diloco = DiLoCoTrainerCallback(num_replicas=1, replica_id="0")
+    saves = {"save_strategy": "steps", "save_steps": 4}
+    trainer_of(None, arguments_of(tmp_path, **saves)).train()
     with pytest.raises(ValueError, match="checkpoint-8: it is of batch 8 and has no DiLoCo state"):
-        trainer(diloco).train(resume_from_checkpoint=True)
+        alone(tmp_path, args=saves).train(resume_from_checkpoint=True)
 
 
 # ---- what people use ------------------------------------------------------------
@@ -93,7 +76,7 @@ class FailsOnce(TrainerCallback):
 
 
 def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
-    trainer = alone(tmp_path, settings={"weight_by": "samples"}, callbacks=[FailsOnce()])
+    trainer = alone(tmp_path, FailsOnce(), settings={"weight_by": "samples"})
     with pytest.raises(RuntimeError, match="once"):
         trainer.train()
     trainer.train()
@@ -107,14 +90,12 @@ def test_gradient_checkpointing_counts_each_step_once(tmp_path):
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
     tokens = torch.arange(64 * 8).reshape(64, 8) % 32
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(
-        model=transformers.GPT2LMHeadModel(config),
-        args=arguments_of(tmp_path, gradient_checkpointing=True),
-        train_dataset=rows,
-        callbacks=[diloco := DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=4)],
-    )
+    model = transformers.GPT2LMHeadModel(config)
+    args = {"gradient_checkpointing": True}
+    trainer = alone(tmp_path, args=args, model=model, train_dataset=rows)
     trainer.train()
-    assert (diloco.result["inner_steps"], diloco.result["outer_steps"]) == (8, 2)
+    result = trainer.callback.result
+    assert (result["inner_steps"], result["outer_steps"]) == (8, 2)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +123,7 @@ class Hub:
     """A stand-in for Hugging Face's hub: it keeps what it is given."""
 
     def __init__(self, pushed: list[dict[str, torch.Tensor]]) -> None:
-        self._pushed = pushed
+        self.pushed = pushed
 
     def create_repo(self, name, **kwargs):
         return SimpleNamespace(repo_id=name)
@@ -150,7 +131,7 @@ class Hub:
     def upload_folder(self, *, folder_path, **kwargs):
         saved = load_file(Path(folder_path) / "model.safetensors")
         # It is mapped into memory, and the next one takes the file's place.
-        self._pushed.append({name: tensor.clone() for name, tensor in saved.items()})
+        self.pushed.append({name: tensor.clone() for name, tensor in saved.items()})
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -172,7 +153,7 @@ def test_what_is_pushed_to_the_hub_is_the_global_model(tmp_path, monkeypatch):
             if state.global_step == 5:  # it is counted after this event
                 local.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
 
-    trainer = alone(tmp_path, args=args, callbacks=[Looks()])
+    trainer = alone(tmp_path, Looks(), args=args)
     trainer.train()
     for name, tensor in pushed[2].items():  # of step 6, two steps after a sync
         torch.testing.assert_close(shown[name], tensor, rtol=0, atol=0)

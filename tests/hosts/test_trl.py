@@ -78,23 +78,28 @@ def alone():
     return DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=3)
 
 
-def test_lora_syncs_what_is_trained_and_no_more(tmp_path):
+def sft(folder, diloco, **more):
+    """A trainer of TRL, on a tiny model and a small text."""
     tokenizer = tokenizer_of_bytes()
-    rows = [{"text": f"the number {i}"} for i in range(32)]
+    return SFTTrainer(
+        model=tiny_llama(tokenizer),
+        args=SFTConfig(max_length=32, **arguments(folder)),
+        train_dataset=Dataset.from_list([{"text": f"the number {i}"} for i in range(32)]),
+        processing_class=tokenizer,
+        callbacks=[diloco],
+        **more,
+    )
+
+
+def test_lora_syncs_what_is_trained_and_no_more(tmp_path):
     synced = {}
 
     class Looks(DiLoCoTrainerCallback):
         def on_optimizer_step(self, args, state, control, **kwargs):
             synced.update(self.diloco.global_parameters())
 
-    trainer = SFTTrainer(
-        model=tiny_llama(tokenizer),
-        args=SFTConfig(max_length=32, **arguments(tmp_path)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
-        callbacks=[Looks(num_replicas=1, replica_id="0", sync_every=3)],
-    )
+    looks = Looks(num_replicas=1, replica_id="0", sync_every=3)
+    trainer = sft(tmp_path, looks, peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     trainer.train()
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert synced.keys() == trained and all("lora_" in name for name in trained)
@@ -123,17 +128,25 @@ def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
 # ---- the data -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["datasets", "torch"])
-def test_groups_get_parts_of_equal_length_that_do_not_overlap(kind, monkeypatch):
-    rows = list(range(32))
-    whole = Dataset.from_dict({"x": rows}) if kind == "datasets" else [{"x": x} for x in rows]
-    monkeypatch.setenv("NUM_REPLICA_GROUPS", "3")
+def parts_of(dataset, groups, monkeypatch):
+    """What each of several groups trains on."""
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", str(groups))
     parts = []
-    for group in range(3):
+    for group in range(groups):
         monkeypatch.setenv("REPLICA_GROUP_ID", str(group))
-        parts.append([row["x"] for row in replica_shard(whole)])
+        parts.append([row["x"] for row in replica_shard(dataset)])
+    return parts
+
+
+ROWS = list(range(32))
+WHOLE = Dataset.from_dict({"x": ROWS})
+
+
+@pytest.mark.parametrize("dataset", [WHOLE, [{"x": x} for x in ROWS]])
+def test_groups_get_parts_of_equal_length_that_do_not_overlap(dataset, monkeypatch):
+    parts = parts_of(dataset, 3, monkeypatch)
     assert [len(part) for part in parts] == [10, 10, 10]
-    assert sorted(sum(parts, [])) == rows[:30]
+    assert sorted(sum(parts, [])) == ROWS[:30]
 
 
 def test_a_group_that_has_a_name_gets_no_part(monkeypatch):
@@ -145,37 +158,25 @@ def test_a_group_that_has_a_name_gets_no_part(monkeypatch):
 
 class Endless(IterableDataset):
     def __iter__(self):
-        return iter(range(32))
+        return iter(ROWS)
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_a_dataset_that_is_iterated_is_divided_if_it_is_one_of_datasets(shards, monkeypatch):
-    rows = Dataset.from_dict({"x": list(range(32))}).to_iterable_dataset(shards)
-    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
-    parts = []
-    for group in range(2):
-        monkeypatch.setenv("REPLICA_GROUP_ID", str(group))
-        parts.append([row["x"] for row in replica_shard(rows)])
-        with pytest.raises(ValueError, match="Endless can only be iterated.*yield every 2-th in"):
-            replica_shard(Endless())
+    parts = parts_of(WHOLE.to_iterable_dataset(shards), 2, monkeypatch)
     assert [len(part) for part in parts] == [16, 16]
-    assert sorted(sum(parts, [])) == list(range(32))
+    assert sorted(sum(parts, [])) == ROWS
+    with pytest.raises(ValueError, match="Endless can only be iterated.*yield every 2-th in"):
+        replica_shard(Endless())
 
 
 def train_on_the_same(group: Group, folder: Path) -> list[str]:
     said = kept_messages()
-    tokenizer = tokenizer_of_bytes()
     with group.manager() as manager:
         diloco = DiLoCoTrainerCallback(
             manager=manager, num_replicas=2, replica_id=str(group.replica_id), sync_every=3
         )
-        SFTTrainer(
-            model=tiny_llama(tokenizer),
-            args=SFTConfig(max_length=32, **arguments(folder / str(group.replica_id))),
-            train_dataset=Dataset.from_list([{"text": f"the number {i}"} for i in range(32)]),
-            processing_class=tokenizer,
-            callbacks=[diloco],
-        ).train()
+        sft(folder / str(group.replica_id), diloco).train()
     return said
 
 
@@ -186,14 +187,7 @@ def test_groups_of_trl_on_the_same_samples_are_warned_of(tmp_path):
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
-    tokenizer = tokenizer_of_bytes()
-    trainer = SFTTrainer(
-        model=tiny_llama(tokenizer),
-        args=SFTConfig(max_length=32, **arguments(tmp_path)),
-        train_dataset=Dataset.from_list([{"text": f"the number {i}"} for i in range(32)]),
-        processing_class=tokenizer,
-        callbacks=[alone()],
-    )
+    trainer = sft(tmp_path, alone())
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "final")
