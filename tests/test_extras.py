@@ -91,23 +91,17 @@ def test_every_other_module_is_brought_by_the_extra_that_is_named():
         assert DISTRIBUTION.get(module, module) in brought_by(extra), module
 
 
-@pytest.mark.parametrize(
-    ("package", "extra"),
-    [("callback", "composer"), ("data", "composer"), ("training", "composer"),
-     ("coordinator", "coordinator"), ("launch", "launch")],
-)  # fmt: skip
+@pytest.mark.parametrize(("package", "extra"), [
+    ("callback", "composer"), ("data", "composer"), ("training", "composer"),
+    ("coordinator", "coordinator"), ("launch", "launch"),
+])  # fmt: skip
 def test_an_extra_brings_what_its_package_imports(package, extra):
     own = {name for path in (PACKAGE / package).rglob("*.py") for name in imports_of(path)}
-    needed = {
-        DISTRIBUTION.get(top, top)
-        for top in {name.partition(".")[0] for name in own}
-        if top not in sys.stdlib_module_names and top != "composer_replication"
-    }
-    client_s = {"httpx", "tenacity"}  # the client's modules, which are a group's side
-    if package == "coordinator":
-        needed -= client_s
-    needed -= OF_THE_CALLER
-    assert needed <= brought_by(extra) | distributions(PROJECT["dependencies"])
+    others = {name.partition(".")[0] for name in own} - sys.stdlib_module_names
+    needed = {DISTRIBUTION.get(top, top) for top in others - {"composer_replication"}}
+    client_s = {"httpx", "tenacity"} if package == "coordinator" else set()  # a group's side
+    brought = brought_by(extra) | distributions(PROJECT["dependencies"])
+    assert needed - client_s - OF_THE_CALLER <= brought
 
 
 def test_everything_but_the_tools_is_in_all():
@@ -179,29 +173,19 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     ], result.stderr
 
 
-COMMAND = "from composer_replication.__main__ import main; main()"
-
-
-def test_without_its_extra_the_command_says_which():
-    result = run(COMMAND, "--help", hidden=EXTRA_OF)
-    line = "run pip install '.[launch]' in a clone of this package"
-    assert result.stderr == f"Error: The command composer-replication needs typer: {line}\n"
-    assert result.returncode == 2
-
-
-@pytest.mark.parametrize(
-    ("command", "missing", "extra"),
-    [
-        ("coordinator configs/quickstart.yaml --state-dir {tmp}/state", "fastapi", "coordinator"),
-        ("simulate examples/image_classifier.yaml run_dir={tmp}/run", "hydra", "launch"),
-    ],
-)
-@pytest.mark.slow
-def test_a_command_without_its_extra_says_which(tmp_path, command, missing, extra):
-    result = run(COMMAND, *command.format(tmp=tmp_path).split(), hidden={missing})
+@pytest.mark.parametrize(("command", "hidden", "subject", "extra"), [
+    ("--help", EXTRA_OF, "The command composer-replication needs typer", "launch"),
+    pytest.param("coordinator configs/quickstart.yaml --state-dir {tmp}/state", {"fastapi"},
+                 "composer-replication coordinator needs fastapi", "coordinator",
+                 marks=pytest.mark.slow),
+    pytest.param("simulate examples/image_classifier.yaml run_dir={tmp}/run", {"hydra"},
+                 "composer-replication simulate needs hydra", "launch", marks=pytest.mark.slow),
+], ids=["command", "coordinator", "simulate"])  # fmt: skip
+def test_a_command_without_its_extra_says_which(tmp_path, command, hidden, subject, extra):
+    program = "from composer_replication.__main__ import main; main()"
+    result = run(program, *command.format(tmp=tmp_path).split(), hidden=hidden)
     line = f"run pip install '.[{extra}]' in a clone of this package"
-    expected = f"Error: composer-replication {command.split()[0]} needs {missing}: {line}\n"
-    assert (result.stderr, result.returncode) == (expected, 2)
+    assert (result.stderr, result.returncode) == (f"Error: {subject}: {line}\n", 2)
 
 
 def test_a_module_that_no_extra_brings_is_named_by_python():

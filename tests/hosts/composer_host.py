@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
-from composer.models import ComposerModel
 from composer.utils import dist
-from composer_jobs import building
+from composer_jobs import Evaluated, building
 from integration.replicas import Group
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanSquaredError
 
 from composer_replication import DiLoCoCallback
 from composer_replication.simulation.simulation import SimulatedReplica
@@ -34,40 +32,21 @@ from hosts.host import (
 name = "Composer"
 
 
-class _Model(ComposerModel):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.metric = MeanSquaredError()
-
-    def forward(self, batch: list[Tensor]) -> Tensor:
-        return self.net(batch[0])
-
-    def loss(self, outputs: Tensor, batch: list[Tensor]) -> Tensor:
-        return nn.functional.mse_loss(outputs, batch[1])
-
-    def get_metrics(self, is_train: bool = False) -> dict[str, MeanSquaredError]:
-        return {} if is_train else {"mse": self.metric}
-
-    def update_metric(self, batch: list[Tensor], outputs: Tensor, metric: MeanSquaredError) -> None:
-        metric.update(outputs, batch[1])
-
-
 class _Steps(Callback):
     """Tells the job of each step, and ends training where the job stops."""
 
     def __init__(self, job: Job, replica_id: int, net: nn.Module) -> None:
-        self._job, self._replica_id, self._net = job, replica_id, net
+        self.job, self.replica_id, self.net = job, replica_id, net
         self.evaluations: dict[int, float] = {}
 
     def batch_end(self, state, logger) -> None:
         step = state.timestamp.batch.value
-        self._job.after_step(self._replica_id, step, self._net)
-        if step == self._job.stops_at:
+        self.job.after_step(self.replica_id, step, self.net)
+        if step == self.job.stops_at:
             state.stop_training()
 
     def eval_end(self, state, logger) -> None:
-        value = float(state.eval_metrics["eval"]["mse"].compute())
+        value = float(state.eval_metrics["eval"]["MeanSquaredError"].compute())
         self.evaluations[state.timestamp.batch.value] = value
 
 
@@ -97,7 +76,8 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     manager = None if job.fits > 1 else sim.manager
     callback = DiLoCoCallback(manager=manager, **job.arguments(sim.replica_id, sim.num_replicas))
     with building:
-        net = job.model(sim.replica_id)
+        model = Evaluated()
+        model.mlp = net = job.model(sim.replica_id)
         steps = _Steps(job, sim.replica_id, net)
         memory = InMemoryLogger()
         more: dict[str, Any] = {}
@@ -114,7 +94,7 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
             more["parallelism_config"] = {"fsdp": {"state_dict_type": "full"}}
         batches = job.batches(sim.replica_id, job.steps * job.accumulate * job.ranks * job.fits)
         trainer = Trainer(
-            model=_Model(net),
+            model=model,
             optimizers=job.optimizer(net),
             train_dataloader=_loader(batches, BATCH_SIZE * job.accumulate),
             eval_dataloader=_loader([held_out()], 16),
@@ -147,5 +127,5 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:
     path = job.own_folder(replica_id) / f"{step}.pt"
     state = torch.load(path, map_location="cpu", weights_only=False)["state"]["model"]
-    prefix = "net."
+    prefix = "mlp."
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

@@ -12,8 +12,6 @@ from common import TinyMLP, plain_sgd
 from promises.groups import run
 
 from composer_replication.diloco import hang_watch
-from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.round_length import RoundLength
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
 
@@ -119,42 +117,12 @@ def test_resumed_in_the_middle_of_a_turn_it_ends_with_the_same_turns(clock, at):
 # ---- how long a turn is ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("measured", "pace"), [
-    ([2.0], 2.0),
-    ([2.0, 4.0], 3.0),
-    ([1.0, 1.0, 1.0, 9.0], 1.0),  # an evaluation
-    ([1.0, 1.0, 1.0, 9.0, 1.0], 1.0),
-    ([1.0, 1.0, 1.0, 3.0, 4.0], 3.0),  # slower
-    ([4.0, 4.0, 4.0, 1.0, 2.0], 2.0),  # faster
-    ([1.0, 1.3, 1.1, 1.0, 1.2], 1.1),  # as it varies: the median
-    ([9.0, 1.0, 1.0, 1.0, 2.0, 3.0], 2.0),  # the last five count
-])  # fmt: skip
-def test_the_pace_is_the_median_unless_the_last_two_turns_say_otherwise(measured, pace):
-    length = RoundLength(DiLoCoSettings())
-    for step_s in measured:
-        length.measure(step_s)
-    assert length.step_s == pytest.approx(pace)
-
-
 def test_bounds_are_a_tenth_of_sync_every_and_more_than_the_delay():
     settings = partial(DiLoCoSettings, sync_every=100)
     assert settings(round_seconds=10).steps_allowed(1) == range(10, 101)
     assert settings(round_seconds=10, num_fragments=4).steps_allowed(1) == range(3, 26)
     assert settings(round_seconds=10, fragment_sync_delay=20).steps_allowed(1) == range(21, 101)
     assert settings(num_fragments=4).steps_allowed(1) == range(25, 26)
-
-
-@pytest.mark.parametrize(("round_seconds", "of_a_joiner"), [("auto", 20), (15.0, 24)])
-def test_a_turn_follows_from_the_paces_that_are_known(round_seconds, of_a_joiner):
-    length = RoundLength(DiLoCoSettings(sync_every=50, round_seconds=round_seconds))
-    length.choose([Vitals(), Vitals()])
-    assert length.steps_before(1) == 5  # nobody has measured anything
-    length.choose([Vitals(), Vitals(step_s=0.25), Vitals(step_s=0.625)])
-    assert length.steps_before(1) == of_a_joiner  # at the pace of the slowest group
-    length.measure(0.5)
-    length.choose([Vitals(), Vitals(step_s=0.25)])
-    length.choose([Vitals(), Vitals()])  # without a pace of any group it stays as it is
-    assert length.steps_before(1) == (25 if round_seconds == "auto" else 30)
 
 
 def test_weights_follow_the_steps_unless_they_are_set():
