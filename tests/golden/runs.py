@@ -7,13 +7,14 @@ So a digest depends on the package alone, and on no processor's order of summati
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from promises.groups import Group
+from promises.groups import Group, run
 from torch import Tensor, nn
 
-from composer_replication.simulation.simulation import Fault, SimulatedReplica, simulate
+from composer_replication.simulation.simulation import Fault
 
 STEPS = 20
 DELAYED = {"fragment_sync_delay": 1}
@@ -25,7 +26,12 @@ SAMPLES = (8, 3, 5, 2)
 class Scripted(nn.Module):
     """Three blocks, and buffers; their sizes leave a rest after each vector register."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype = torch.float32,
+        counts: bool = False,
+        frozen: Sequence[str] = (),
+    ) -> None:
         super().__init__()
         shapes = ((37, 11), (13, 33), (201,))
         self.blocks = nn.ModuleList(nn.ParameterDict() for _ in shapes)
@@ -34,12 +40,23 @@ class Scripted(nn.Module):
             block["weight"] = nn.Parameter(numbers(shape, seed=number).to(dtype))
             block["bias"] = nn.Parameter(numbers(shape[-1:], seed=number + 10))
         self.register_buffer("mean", numbers((33,), seed=20))
-        self.register_buffer("count", torch.tensor(0), persistent=False)
+        self.register_buffer("count", torch.tensor(0), persistent=counts)
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
 
     def forward(self, seeds: Sequence[int]) -> Tensor:
         """A loss whose gradients are those that ``scripted_step`` sets, for ranks under DDP."""
         parts = zip(self.parameters(), seeds, strict=True)
         return torch.stack([(p * gradient(p, seed)).sum() for p, seed in parts]).sum()
+
+
+BASE = {"model": Scripted, "sync_every": 6, "sync_buffers": "none"}
+"""Settings of every run that has no others."""
+
+
+def settings_of(own: dict[str, Any]) -> dict[str, Any]:
+    """All settings of a run, with the outer numbers unless it has an outer optimizer of its own."""
+    return BASE | ({} if "outer" in own else {"outer_lr": 0.7, "outer_momentum": 0.9}) | own
 
 
 def numbers(shape: Sequence[int], seed: int) -> Tensor:
@@ -70,72 +87,50 @@ def scripted_step(model: Scripted, inner: torch.optim.Optimizer, group: int, ste
     inner.step()
 
 
-def build(sim: SimulatedReplica, settings: dict[str, Any], saved: bytes | None = None) -> Group:
-    """A group with ``sync_every`` 6 unless the settings differ."""
-    settings = dict(settings)
-    model = Scripted(settings.pop("dtype", torch.float32))
-    if settings.pop("counts", False):
-        model.register_buffer("count", model.get_buffer("count"))  # part of the model's state
-    for name in settings.pop("frozen", ()):
-        model.get_parameter(name).requires_grad_(False)
-    outer = settings.pop("outer_optimizer", None)
-    defaults = {"sync_every": 6, "sync_buffers": "none"}
-    if outer is None:
-        defaults |= {"outer_lr": 0.7, "outer_momentum": 0.9}
-    return Group(sim, model, outer, saved=saved, **defaults | settings)
-
-
 def train(
-    sim: SimulatedReplica,
-    *,
+    group: Group,
     steps: Sequence[int] = range(STEPS),
-    own: Sequence[dict[str, Any]] = (),
-    saved: bytes | None = None,
-    before_step: Callable[[Group, int], None] | None = None,
-    **settings: Any,
+    before_step: Callable[[Group, int], None] = lambda group, step: None,
 ) -> tuple[str, int] | bytes:
     """Train one group: the digest and the number of outer steps at the end, or a checkpoint."""
-    if own:
-        settings |= own[sim.replica_id]
-    with build(sim, settings, saved) as group:
-        for step in steps:
-            if before_step is not None:
-                before_step(group, step)
-            group.diloco.count_samples(SAMPLES[group.id])
-            group.diloco.count_tokens(3 * SAMPLES[group.id])
-            scripted_step(group.model, group.inner, group.id, step)
-        if steps[-1] < STEPS - 1:
-            return group.save()
-        group.end()
-        return group.diloco.global_digest(), group.diloco.outer_step
+    for step in steps:
+        before_step(group, step)
+        group.diloco.count_samples(SAMPLES[group.id])
+        group.diloco.count_tokens(3 * SAMPLES[group.id])
+        scripted_step(group.model, group.inner, group.id, step)
+    if steps[-1] < STEPS - 1:
+        return group.save()
+    group.end()
+    return group.diloco.global_digest(), group.diloco.outer_step
 
 
-def simulated(k: int, *faults: Fault, **settings: Any) -> Callable[[], tuple[str, int]]:
+def simulated(
+    k: int, *faults: Fault, before_step: Any = None, **settings: Any
+) -> Callable[[], tuple[str, int]]:
     """A simulation of k groups, all of which must end equal."""
+    replica = partial(train, before_step=before_step) if before_step else train
 
-    def run() -> tuple[str, int]:
-        ends = simulate(lambda sim: train(sim, **settings), num_replicas=k, faults=faults)
-        ends = {end for end in ends if end is not None}
+    def simulation() -> tuple[str, int]:
+        ends = {end for end in run(k, replica, *faults, **settings_of(settings)) if end is not None}
         assert len(ends) == 1, f"the groups differ: {ends}"
         return ends.pop()
 
-    return run
+    return simulation
 
 
 def resumed(at: int, **settings: Any) -> Callable[[], tuple[str, int]]:
     """Two groups that stop after inner step ``at``, and continue from what they have saved."""
 
-    def run() -> tuple[str, int]:
-        saved = simulate(lambda sim: train(sim, steps=range(at), **settings), num_replicas=2)
+    def simulation() -> tuple[str, int]:
+        of_all = settings_of(settings)
+        saved = run(2, partial(train, steps=range(at)), **of_all)
         own = [{"saved": each} for each in saved]
-        rest = {"steps": range(at, STEPS), **settings}
-        first, second = simulate(
-            lambda sim: train(sim, **rest, **own[sim.replica_id]), num_replicas=2
-        )
+        rest = partial(train, steps=range(at, STEPS))
+        first, second = run(2, rest, own=own, **of_all)
         assert first == second
         return first
 
-    return run
+    return simulation
 
 
 def freeze(group: Group, step: int) -> None:
@@ -172,19 +167,9 @@ def rows(*numbers: tuple[int, float, float]) -> list[dict[str, float]]:
     return [dict(zip(names, row, strict=True)) for row in numbers]
 
 
-FAULTS = {
-    kind: Fault(kind, replica_id=1, step=2)
-    for kind in (
-        "kill",
-        "kill_before_vote",
-        "kill_after_vote",
-        "restart",
-        "fail_allreduce",
-        "fail_commit",
-        "stale_quorum",
-        "late",
-    )
-}
+FAULTS = (
+    "kill kill_before_vote kill_after_vote restart fail_allreduce fail_commit stale_quorum late"
+)
 LATE = Fault("late", replica_id=1, step=2)
 
 RUNS: dict[str, Callable[[], tuple[str, int]]] = {
@@ -214,7 +199,9 @@ RUNS: dict[str, Callable[[], tuple[str, int]]] = {
     "buffers, k = 3, int8, 3 fragments": simulated(
         3, sync_buffers="mean", wire_format="int8", **THREE
     ),
-    "buffers, an integer too, 3 fragments": simulated(3, sync_buffers="mean", counts=True, **THREE),
+    "buffers, an integer too, 3 fragments": simulated(
+        3, sync_buffers="mean", model=partial(Scripted, counts=True), **THREE
+    ),
     "schedule": simulated(
         2, schedule=rows((2, 0.5, 0.6), (3, 0.4, 0.0), (4, 0.6, 0.3)), sync_every=3
     ),
@@ -225,15 +212,19 @@ RUNS: dict[str, Callable[[], tuple[str, int]]] = {
     "plain outer SGD": simulated(2, outer_lr=0.9, outer_momentum=0.0),
     "outer momentum, not Nesterov's": simulated(3, outer_nesterov=False),
     "own outer optimizer": simulated(
-        2, outer_optimizer=lambda parameters: torch.optim.SGD(parameters, 0.5, weight_decay=0.01)
+        2,
+        outer=lambda parameters: torch.optim.SGD(parameters, 0.5, weight_decay=0.01),
     ),
-    "bfloat16 parameters": simulated(2, dtype=torch.bfloat16, **THREE),
-    "frozen parameters": simulated(2, frozen=["blocks.0.weight", "blocks.2.bias"]),
+    "bfloat16 parameters": simulated(2, model=partial(Scripted, torch.bfloat16), **THREE),
+    "frozen parameters": simulated(
+        2, model=partial(Scripted, frozen=["blocks.0.weight", "blocks.2.bias"])
+    ),
     "frozen during the run": simulated(2, before_step=freeze),
     "average at the end": simulated(2, before_step=take_average),
     "not finite": simulated(3, before_step=be_sick),
     "idle": simulated(2, before_step=fall_idle),
-    **{f"fault: {kind}": simulated(3, fault) for kind, fault in FAULTS.items()},
+    **{f"fault: {kind}": simulated(3, Fault(kind, 1, 2)) for kind in FAULTS.split()},
+    "fault: late": simulated(3, LATE),
     "fault: kill_in_heal": simulated(3, LATE, Fault("kill_in_heal", replica_id=1, step=2)),
     "fault: fail_heal": simulated(3, LATE, Fault("fail_heal", replica_id=1, step=2)),
     "fault: left_behind": simulated(3, Fault("left_behind", replica_id=1, step=2), sync_every=3),
