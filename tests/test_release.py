@@ -1,12 +1,12 @@
 """The check before a release, as far as it reads files. `make release-check` does the rest."""
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from scripts import load_script
 
 ROOT = Path(__file__).parent.parent
 FILES = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff", "composer_replication/__init__.py"]
@@ -14,7 +14,11 @@ FILES = ["pyproject.toml", "CHANGELOG.md", "CITATION.cff", "composer_replication
 
 @pytest.fixture(scope="module")
 def check():
-    return load_script(ROOT / ".ci/release_check.py")
+    """The script, which lies in a folder that cannot be imported from."""
+    spec = importlib.util.spec_from_file_location("check", ROOT / ".ci/release_check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from promises.groups import STREAMING, Group, run
 from torch import nn
 
 from composer_replication import simulate
+from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.simulation.simulation import Fault
 
 STREAMS, LENGTH = 24, 64
@@ -162,6 +163,13 @@ def test_standing_by_syncs_in_mid_round_and_costs_the_others_nothing():
     assert rows == others == {1: (16, 16), 20: (10, 10)}
     assert [(r.outer_step, r.contribution) for r in reports] == [(1, 1), (2, 1), (3, 0), (4, 1)]
     assert not any(report.steps_lost or report.healed or report.retries for report in reports)
+
+
+def test_what_is_in_the_model_stays_in_it():
+    ledger = Ledger(num_fragments=2)
+    ledger.commit([SyncedSamples(8, 3, 4)])
+    ledger.commit([SyncedSamples(8, 1, 9)])
+    assert ledger.rows() == [[8, 3, 9]]
 
 
 def test_leaving_out_overlapped_steps_is_refused():

@@ -1,4 +1,4 @@
-"""A schedule of the outer numbers and the rounds. The reference is in plain Python."""
+"""A schedule of the outer numbers and of the rounds."""
 
 import logging
 from functools import partial
@@ -11,79 +11,42 @@ from promises.groups import learn, run
 from composer_replication.simulation.simulation import Fault
 
 BASE = {"outer_lr": 0.5, "outer_momentum": 0.75}
-ROWS = ((3, 0.25, 0.5), (5, 1, 0), (7, 0.5, 0.75))
+ROWS = rows((2, 0.25, 0.5), (3, 1, 0), (5, 0.5, 0.75))
 """The momentum goes down, to nothing, and comes back."""
 
 
-def move(replica_id, step):
-    """What an inner step of a group adds; in eighths, which fp32 adds without an error."""
-    return ((5 * step + 3 * replica_id) % 7 - 2) / 8
-
-
-def scheduled(k, *faults, num_fragments=1, steps=20, **settings):
-    """By outer step: the numbers that it was taken with and the global values after it."""
-
+def test_each_outer_step_is_taken_with_its_row_and_follows_the_trace_computed_by_hand(caplog):
+    # Two groups, two steps of -0.5 and -1.5 a round: a mean pseudo-gradient of 2.
+    # Step 1: momentum 2, theta 10 - 0.5 * (2 + 0.75 * 2) = 8.25. Step 2: momentum 0.5 * 2 + 2 = 3,
+    # theta 8.25 - 0.25 * (2 + 0.5 * 3) = 7.375. Steps 3 and 4 have no momentum: 5.375, 3.375.
+    # Step 5 begins with a momentum of 2 again: 3.375 - 0.5 * (2 + 0.75 * 2) = 1.625.
     def replica(group):
-        trace = {}
-        for step in range(steps):
-            done = len(group.reports)
-            group.step(move(group.id, step))
-            for report in group.reports[done:]:
-                numbers = report.outer_lr, report.outer_momentum
-                trace[report.outer_step] = (*numbers, group.theta)
-        return trace
+        thetas = []
+        for _ in range(5):
+            group.step(*[-0.5 - group.id] * 2)
+            thetas += group.theta
+        return thetas, group.of_reports("outer_lr", "outer_momentum")
 
-    names = [f"p{number}" for number in range(num_fragments)]
-    settings = BASE | {"schedule": rows(*ROWS), "fragment_patterns": names} | settings
-    settings |= {"model": partial(Constant, **dict.fromkeys(names, (1,)))}
-    return run(k, replica, *faults, sync_every=2 * num_fragments, **settings)
-
-
-def reference(num_outer_steps, num_fragments, num_replicas):
-    """Streaming DiLoCo of constant moves with SGD, in plain Python."""
-    theta, local = [10.0] * num_fragments, [[10.0] * num_fragments for _ in range(num_replicas)]
-    momentum, trace = [None] * num_fragments, {}
-    for outer_step in range(1, num_outer_steps + 1):
-        for step in (2 * outer_step - 2, 2 * outer_step - 1):
-            for replica_id, own in enumerate(local):
-                own[:] = [value + move(replica_id, step) for value in own]
-        lr, beta = BASE["outer_lr"], BASE["outer_momentum"]
-        for first, row_lr, row_beta in ROWS:
-            if first <= outer_step:
-                lr, beta = row_lr, row_beta
-        turn = (outer_step - 1) % num_fragments
-        delta = sum(theta[turn] - own[turn] for own in local) / num_replicas
-        if beta:
-            old = momentum[turn]
-            momentum[turn] = delta if old is None else beta * old + delta
-            theta[turn] -= lr * (delta + beta * momentum[turn])
-        else:
-            momentum = [None] * num_fragments
-            theta[turn] -= lr * delta
-        for own in local:
-            own[turn] = theta[turn]
-        trace[outer_step] = (lr, beta, pytest.approx(list(theta), abs=1e-5))
-    return trace
-
-
-@pytest.mark.parametrize("num_fragments", [1, 2])
-def test_each_outer_step_is_taken_with_its_row(num_fragments, caplog):
     caplog.set_level(logging.INFO, "composer_replication")
-    expected = reference(10, num_fragments, num_replicas=2)
-    assert scheduled(2, num_fragments=num_fragments) == [expected] * 2
-    assert caplog.text.count("From outer step 5 on: outer_lr 1, outer_momentum 0") == 2
+    numbers = [(0.5, 0.75), (0.25, 0.5), (1, 0), (1, 0), (0.5, 0.75)]
+    seen = ([8.25, 7.375, 5.375, 3.375, 1.625], numbers)
+    assert run(2, replica, sync_every=2, schedule=ROWS, **BASE) == [seen] * 2
+    assert caplog.text.count("From outer step 3 on: outer_lr 1, outer_momentum 0") == 2
 
 
 def test_without_a_row_that_applies_a_schedule_changes_no_bit():
-    later = rows((99, 0.1, 0.1))
-    assert scheduled(2, schedule=None) == scheduled(2, schedule=later)
+    later = {"schedule": rows((99, 0.1, 0.1))}
+    assert learn(2, 12, sync_every=4, **BASE) == learn(2, 12, sync_every=4, **BASE, **later)
 
 
 def test_a_row_leaves_what_it_does_not_name():
+    def replica(group):
+        group.step(*[-1.0] * 5)
+        return group.of_reports("outer_lr", "outer_momentum")
+
     schedule = [{"outer_step": 2, "outer_lr": 0.25}, {"outer_step": 4, "outer_momentum": 0.5}]
-    (trace,) = scheduled(1, steps=10, schedule=schedule)
-    numbers = [trace[n][:2] for n in range(1, 6)]
-    assert numbers == [(0.5, 0.75), (0.25, 0.75), (0.25, 0.75), (0.25, 0.5), (0.25, 0.5)]
+    numbers = [(0.5, 0.75), (0.25, 0.75), (0.25, 0.75), (0.25, 0.5), (0.25, 0.5)]
+    assert run(1, replica, sync_every=1, schedule=schedule, **BASE) == [numbers]
 
 
 # ---- the length of rounds ----------------------------------------------------------------------
@@ -114,10 +77,10 @@ def test_the_outer_steps_before_a_row_are_those_of_a_run_without_it():
 
 
 @pytest.mark.parametrize("step", range(2, 7))
-@pytest.mark.parametrize("schedule", [SHORT_FIRST["schedule"], rows(*ROWS)], ids=str)
+@pytest.mark.parametrize("schedule", [SHORT_FIRST["schedule"], ROWS], ids=str)
 def test_a_joiner_takes_each_outer_step_with_the_same_row(step, schedule):
     def replica(group):
-        group.step(*[move(group.id, step) for step in range(30)])
+        group.step(*[-0.5 - group.id] * 30)
         names = ("outer_step", "inner_steps", "outer_lr", "global_digest")
         return {number: row for number, *row in group.of_reports(*names)}
 

@@ -12,6 +12,8 @@ from common import TinyMLP, plain_sgd
 from promises.groups import run
 
 from composer_replication.diloco import hang_watch
+from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.round_length import RoundLength
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
 
@@ -129,3 +131,10 @@ def test_weights_follow_the_steps_unless_they_are_set():
     assert DiLoCoSettings().weight_by == "uniform"
     assert DiLoCoSettings(round_seconds=60).weight_by == "steps"
     assert DiLoCoSettings(round_seconds=60, weight_by="tokens").weight_by == "tokens"
+
+
+def test_without_a_pace_of_any_group_a_turn_stays_as_long_as_it_is():
+    length = RoundLength(DiLoCoSettings(sync_every=50, round_seconds="auto"))
+    length.choose([Vitals(step_s=0.25)])
+    length.choose([Vitals(), Vitals()])
+    assert length.steps_before(1) == 50
