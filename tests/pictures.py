@@ -1,49 +1,105 @@
-"""Takes the pictures of the page that docs/watching.md shows. Run: python tests/pictures.py docs
+"""Takes the pictures of the documents. Run: make docs; python tests/pictures.py docs [site]
 
-It launches configs/quickstart.yaml with two groups and a smaller model, kills one of them, and
-writes page.png, page-dark.png and page-400.png into the folder, and page.sha256: of which code of
-the page they are, so that test_docs.py finds pictures that are older than it.
+It trains configs/quickstart.yaml in two groups, kills one of them, and takes pictures of the run's
+page, of what a terminal shows and of the report. Another picture is of the site in build/docs; with
+``site`` it takes this one alone. ``page.sha256`` says what the pictures show, so that test_docs.py
+finds those that are older than the code that draws them.
 """
 
 import hashlib
+import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import psutil
 from browser import chromium
+from recorded_groups import recorded
+from rich.console import Console
+
+from composer_replication.launch import outcome
+from composer_replication.launch.display import live_table
+from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.run_record import describe
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SITE = ROOT / "build/docs/index.html"
 TOKEN = "a-token-for-the-pictures"
-KILL_AT, SHOW_AT = 15, 60
-"""Outer steps: group 1 is killed, the pictures are taken."""
+KILL_AT, SHOW_AT = 15, 80
+"""Outer steps at which group 1 is killed, and at which the page's pictures are taken."""
+COLUMNS = (80, 120)
+"""Widths of the terminals."""
 
 
-def page_digest():
-    """A digest of all files of the page."""
-    files = sorted((ROOT / "composer_replication/coordinator/web").iterdir())
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+# ---- what the pictures show --------------------------------------------------------------------
 
 
-def launch(run_dir):
-    """Start the run; its process and the page's address."""
-    options = [f"run_dir={run_dir}", "model.d_model=64", "reference=null"]
-    options.append("callbacks.diloco.digest_every=1")
+def digests():
+    """A digest for each kind of picture, which changes when the picture would.
+
+    The digest of the page is of its files, that of a terminal of how it shows a run that is always
+    the same, and that of the site of the landing page and of the titles beside it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run = recorded(Path(folder), 2)
+        shown = [terminal(width, run, [], describe(run)).export_text() for width in COLUMNS]
+    web = sorted((ROOT / "composer_replication/coordinator/web").iterdir())
+    titles = [page.read_text().partition("\n")[0] for page in sorted(DOCS.glob("*.md"))]
+    parts = {
+        "page": [file.read_bytes() for file in web],
+        "terminal": [text.encode() for text in shown],
+        "site": [(DOCS / name).read_bytes() for name in ("conf.py", "index.md")]
+        + [title.encode() for title in titles],
+    }
+    return {kind: hashlib.sha256(b"".join(each)).hexdigest() for kind, each in parts.items()}
+
+
+def terminal(width, run, lines, rows=()):
+    """What ``launch`` shows on a terminal, drawn by its own code.
+
+    Args:
+        width: Of the terminal, in columns.
+        run: A ``LiveRun`` that has been updated.
+        lines: What has been said so far.
+        rows: The result of the run; empty before its end.
+
+    Returns:
+        A console that has recorded it.
+    """
+    console = Console(width=width, force_terminal=True, record=True, file=io.StringIO())
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+    console.print(live_table(run, height=24))
+    with mock.patch.object(outcome, "Console", lambda **_: console):
+        outcome.print_rows(rows)
+    return console
+
+
+# ---- the run -----------------------------------------------------------------------------------
+
+
+def launch(output):
+    """Start the run, which writes into a file, and wait for its address.
+
+    Returns:
+        Its process, its folder and the address of its page.
+    """
+    command = [sys.executable, "-m", "composer_replication", "launch", "configs/quickstart.yaml"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "composer_replication", "launch", "configs/quickstart.yaml"]
-        + ["--replicas", "2", *options],
+        [*command, "--replicas", "2"],
         env=os.environ | {"COMPOSER_REPLICATION_TOKEN": TOKEN},
         cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
+        stdout=output.open("w"),
     )
-    for line in process.stdout:
-        found = re.match(r"Page: (http://\S+)", line)
+    while process.poll() is None:
+        found = re.match(r"Run folder: (\S+)\n(?:.*\n)*?Page: (http://\S+)", output.read_text())
         if found:
-            return process, found[1]
+            return process, ROOT / found[1], found[2]
     raise SystemExit("the launch has ended without an address")
 
 
@@ -61,39 +117,71 @@ def wait_for_outer_step(page, least):
         page.wait_for_timeout(500)
 
 
-def take_pictures(browser, process, address, folder):
-    page = browser.new_page(viewport={"width": 1280, "height": 900})
-    page.set_default_timeout(1_800_000)
-    page.goto(address)
-    page.locator("#token").fill(TOKEN)
-    page.keyboard.press("Enter")
-    page.locator("#facts strong").wait_for()
-    wait_for_outer_step(page, KILL_AT)
-    kill_group(process, 1)
-    page.get_by_text("1 of 2 groups alive").wait_for()
-    page.get_by_text("2 of 2 groups alive").wait_for()
-    wait_for_outer_step(page, SHOW_AT)
-    for name, width, scheme in (
-        ("page.png", 1280, "light"),
-        ("page-dark.png", 1280, "dark"),
-        ("page-400.png", 400, "light"),
-    ):
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=scheme)
-        page.wait_for_timeout(1500)  # until the page is drawn again at this width
-        page.screenshot(path=folder / name, full_page=True)
+# ---- the pictures ------------------------------------------------------------------------------
+
+
+def take_pictures_of_a_run(page, terminal_page, folder, output):
+    process, run_dir, address = launch(output)
+    try:
+        page.goto(address)
+        page.locator("#token").fill(TOKEN)
+        page.keyboard.press("Enter")
+        page.locator("#facts strong").wait_for()
+        wait_for_outer_step(page, KILL_AT)
+        kill_group(process, 1)
+        page.get_by_text("1 of 2 groups alive").wait_for()
+        take_terminals(terminal_page, run_dir, output, folder, "terminal-{}.png")
+        page.get_by_text("2 of 2 groups alive").wait_for()
+        wait_for_outer_step(page, SHOW_AT)
+        for name, width, scheme in (
+            ("page.png", 1280, "light"),
+            ("page-dark.png", 1280, "dark"),
+            ("page-400.png", 400, "light"),
+        ):
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=scheme)
+            page.wait_for_timeout(1500)  # until the page is drawn again at this width
+            page.screenshot(path=folder / name, full_page=True)
+        process.wait()
+    finally:
+        process.terminate()
+        process.wait()
+    take_terminals(terminal_page, run_dir, output, folder, "terminal-{}-end.png")
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(f"file://{run_dir}/report.html")
+    page.screenshot(path=folder / "report.png", full_page=True)
+
+
+def take_terminals(page, run_dir, output, folder, name):
+    said = output.read_text().replace(f"{ROOT}/", "").splitlines()
+    # In a file there are lines about all groups in place of the table, and of the result's.
+    rows = [(line[:24].rstrip(), line[24:]) for line in said if line[:1].islower()]
+    lines = [line for line in said if not line[:1].islower() and ", step " not in line]
+    run = LiveRun(run_dir, range(2))
+    run.update()
+    for width in COLUMNS:
+        svg = terminal(width, run, lines, rows).export_svg(title="make train")
+        # Without its fonts, which are on the internet.
+        page.set_content(re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL))
+        page.set_viewport_size({"width": 13 * width, "height": 900})
+        page.locator("svg").first.screenshot(path=folder / name.format(width))
 
 
 def main():
-    [folder] = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as scratch, chromium(Path(scratch)) as browser:
-        process, address = launch(Path(scratch) / "quickstart")
-        try:
-            take_pictures(browser, process, address, Path(folder))
-            Path(folder, "page.sha256").write_text(f"{page_digest()}\n")
-        finally:
-            process.terminate()
-            process.communicate()
+    folder, *only = sys.argv[1:]
+    folder = Path(folder)
+    cache = ROOT / ".pytest_cache/d/chromium"  # where the tests keep theirs
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch, chromium(cache) as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 836})  # up to the table's end
+        page.set_default_timeout(1_800_000)
+        page.goto(f"file://{SITE}")
+        page.screenshot(path=folder / "site.png")
+        if only != ["site"]:
+            terminal_page = browser.new_page()
+            take_pictures_of_a_run(page, terminal_page, folder, Path(scratch, "output.txt"))
+    lines = [f"{digest}  {kind}\n" for kind, digest in digests().items()]
+    (folder / "page.sha256").write_text("".join(lines))
 
 
 if __name__ == "__main__":
