@@ -2,7 +2,7 @@
 
 It trains configs/quickstart.yaml in two groups, kills one of them, and takes pictures of the run's
 page, of what a terminal shows and of the report. Another picture is of the site in build/docs; with
-``site`` it takes this one alone. ``page.sha256`` says what the pictures show, so that test_docs.py
+``site`` it takes only this one. ``page.sha256`` says what the pictures show, so that test_docs.py
 finds those that are older than the code that draws them.
 """
 
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -59,6 +60,12 @@ def digests():
     return {kind: hashlib.sha256(b"".join(each)).hexdigest() for kind, each in parts.items()}
 
 
+def taken_of():
+    """The digests for which the pictures in docs were taken."""
+    lines = (DOCS / "page.sha256").read_text().splitlines()
+    return {kind: digest for digest, kind in map(str.split, lines)}
+
+
 def terminal(width, run, lines, rows=()):
     """What ``launch`` shows on a terminal, drawn by its own code.
 
@@ -97,6 +104,7 @@ def launch(output):
         stdout=output.open("w"),
     )
     while process.poll() is None:
+        time.sleep(0.1)
         found = re.match(r"Run folder: (\S+)\n(?:.*\n)*?Page: (http://\S+)", output.read_text())
         if found:
             return process, ROOT / found[1], found[2]
@@ -180,7 +188,8 @@ def main():
         if only != ["site"]:
             terminal_page = browser.new_page()
             take_pictures_of_a_run(page, terminal_page, folder, Path(scratch, "output.txt"))
-    lines = [f"{digest}  {kind}\n" for kind, digest in digests().items()]
+    taken = digests() if only != ["site"] else taken_of() | {"site": digests()["site"]}
+    lines = [f"{digest}  {kind}\n" for kind, digest in taken.items()]
     (folder / "page.sha256").write_text("".join(lines))
 
 
