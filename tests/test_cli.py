@@ -102,9 +102,3 @@ def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     assert "equal in 3 groups after 3 outer steps" in answer.stdout  # the last one mid-round
     for name in ("config.yaml", "summary.json", "report.html", "replica_2/events.jsonl"):
         assert (folder / name).exists()
-
-
-@at_once
-def test_a_report_of_no_run_says_what_to_give(tmp_path):
-    answer = run("report", tmp_path / "nowhere")
-    assert answer.returncode == 2 and "give the run folder" in answer.stderr

@@ -10,11 +10,10 @@ from functools import partial
 import pytest
 import torch
 from common import Buffered, Constant, TinyMLP
-from promises.groups import Group, adamw, attempt, run
+from promises.groups import Group, adamw, run
 
 from composer_replication import simulate
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import SimulationError
 
 STREAMING = {
@@ -196,21 +195,6 @@ def test_settings_that_the_state_does_not_allow_are_refused_with_both_values(cha
     _, saved = run_whole(STREAMING, k=1)
     with pytest.raises(SimulationError, match=f"SettingsMismatch: .* the checkpoint(.|\n)*{told}"):
         simulate(lambda sim: resumed(sim, saved, 7, STREAMING | changed), num_replicas=1)
-
-
-@pytest.mark.slow
-def test_two_groups_that_resume_with_different_settings_find_out_before_they_train():
-    settings = {"sync_every": 4, "start_timeout_s": 1.0}
-    _, saved = run_whole(settings)
-
-    def replica(sim):
-        outer = {"outer": nesterov_sgd((0.7, 0.4)[sim.replica_id])}
-        return attempt(resumed)(sim, saved, 8, settings | outer)
-
-    first, second = simulate(replica, num_replicas=2)
-    assert first.startswith("TimeoutError")  # it goes on waiting for another one
-    assert second.startswith(SettingsMismatch.__name__)
-    assert "lr=0.4" in second and "lr=0.7" in second
 
 
 # ---- what is under way when it stops -----------------------------------------------------------
