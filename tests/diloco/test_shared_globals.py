@@ -58,7 +58,7 @@ def train(ranks, settings, outer=None, state=None, steps=9):
     def replica(group):
         group.step(*(0.01 * (step + 1) for step in range(steps)))
         local = {name: t.clone() for name, t in group.model.state_dict().items()}
-        saved, at_rest = group.save(), bytes_held(built)
+        saved, at_rest = group.save(), (bytes_held(built), group.reports[-1].bytes_sent)
         digest = group.diloco.global_digest()
         group.end()
         globals_ = {name: t.clone() for name, t in group.diloco.global_parameters().items()}
@@ -100,12 +100,13 @@ def one_rank(process, folder):
     rank, world = dist.get_rank(), dist.group.WORLD
     num_parameters = sum(p.numel() for p in Model().parameters())
     for name, settings in CASES.items():
-        (of_one, *alone, held), (of_four, *shared, share) = (
+        (of_one, *alone, (held, sent)), (of_four, *shared, (share, part)) = (
             train(ranks, settings) for ranks in (None, world)
         )
         assert are_equal(shared, alone), name
         assert held >= 8 * num_parameters
         assert share <= 1.02 * 8 / RANKS * num_parameters + 1000, name
+        assert part < sent / RANKS + 4 * 17, name
         # In mid-round, from the state of one rank to four, and from that of four to one.
         ends = [
             train(world, settings, None, of_one, 7)[1:4],
@@ -113,7 +114,7 @@ def one_rank(process, folder):
         ]
         assert are_equal(*ends), name
     # What may look at a whole tensor is given whole ones, on every rank.
-    of_one, of_four = (train(ranks, CASES["vanilla"], adam)[1:] for ranks in (None, world))
+    of_one, of_four = (train(ranks, CASES["vanilla"], adam)[1:4] for ranks in (None, world))
     assert are_equal(of_one, of_four)
     keep_step(rank, world)
     heal_together(rank, world)

@@ -119,41 +119,33 @@ def test_a_step_is_counted_once_however_many_batches_it_accumulates(host, accumu
 class Overflowing(torch.optim.SGD):
     """Takes no third step, as under a gradient scaler after an overflow."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, lr=0.05)
-        self._calls = 0
-        self.step = self._step_unless_it_overflows
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.05)
+        self.calls = 0
+        self.step = self.step_unless_it_overflows
 
-    def _step_unless_it_overflows(self, closure=None):
-        self._calls += 1
-        if self._calls % 3:
+    def step_unless_it_overflows(self, closure=None):
+        self.calls += 1
+        if self.calls % 3:
             return type(self).step(self, closure)
 
 
 class Nested(torch.optim.SGD):
     """Trains biases with an optimizer of its own."""
 
-    def __init__(self, parameters):
-        matrices, biases = [], []
-        for parameter in parameters:
-            (matrices if parameter.ndim > 1 else biases).append(parameter)
-        super().__init__([*matrices, *biases], lr=0.0)
-        self._others = [torch.optim.SGD(matrices, lr=0.05), torch.optim.SGD(biases, lr=0.01)]
+    def __init__(self, model):
+        parameters = sorted(model.parameters(), key=lambda parameter: -parameter.ndim)
+        super().__init__(parameters, lr=0.0)
+        matrices = [parameter for parameter in parameters if parameter.ndim > 1]
+        biases = parameters[len(matrices) :]
+        self.others = [torch.optim.SGD(matrices, lr=0.05), torch.optim.SGD(biases, lr=0.01)]
 
     def step(self, closure=None):
-        for other in self._others:
+        for other in self.others:
             other.step()
 
 
-def overflowing(model):
-    return Overflowing(model.parameters())
-
-
-def nested(model):
-    return Nested(model.parameters())
-
-
-@pytest.mark.parametrize(("optimizer", "counted"), [(overflowing, 6), (nested, 8)])
+@pytest.mark.parametrize(("optimizer", "counted"), [(Overflowing, 6), (Nested, 8)])
 def test_steps_that_are_skipped_and_those_of_nested_optimizers_are_not_counted(
     host, optimizer, counted
 ):
