@@ -10,7 +10,7 @@ from composer_jobs import Each, TinyModel, building
 from torch.utils.data import TensorDataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
-from composer_replication.group import run_folder
+from composer_replication.group import reports, run_folder
 from composer_replication.replica.json_files import read_json
 
 LENGTH = 44
@@ -85,6 +85,7 @@ def test_a_resume_reads_on_and_ends_on_the_same_bits(tmp_path, stop):
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_end_of_epochs_is_known_from_the_samples_that_are_done(tmp_path, monkeypatch, groups):
     monkeypatch.setattr(run_folder, "STATUS_EVERY_S", 0.0)
+    monkeypatch.setattr(reports, "REPORT_EVERY_S", 0.0)
     seen = []
 
     def replica(sim):
