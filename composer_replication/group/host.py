@@ -56,8 +56,8 @@ class Averages:
 class Host:
     """A trainer, as its replica group sees it.
 
-    Each trainer has a subclass. The methods that do not raise ``NotImplementedError`` are right for
-    a trainer that has no such thing.
+    Each trainer has a subclass. Attributes that have a value here, and methods that do not raise
+    ``NotImplementedError``, are right for a trainer that has no such thing.
     """
 
     name: str
@@ -79,20 +79,12 @@ class Host:
 
     # ---- what is trained --------------------------------------------------------------------
 
-    @property
-    def model(self) -> nn.Module:
-        """The model, without the wrapper of DDP."""
-        raise NotImplementedError
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer."""
-        raise NotImplementedError
-
-    @property
-    def loader(self) -> object:
-        """The training loader, which the group feeds if it is a ``ReplicaDataLoader``."""
-        return None
+    model: nn.Module
+    """The model, without the wrapper of DDP."""
+    optimizer: torch.optim.Optimizer
+    """The inner optimizer."""
+    loader: object = None
+    """The training loader, which the group feeds if it is a ``ReplicaDataLoader``."""
 
     def size_of(self, batch: Any, what: str) -> int:
         """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if it is not known."""
@@ -119,10 +111,12 @@ class Host:
 
     # ---- the position in training ------------------------------------------------------------
 
-    @property
-    def steps(self) -> int:
-        """Steps so far, skipped ones included, of this group or of the one that it has joined."""
-        raise NotImplementedError
+    steps: int
+    """Steps so far, skipped ones included, of this group or of the one that it has joined."""
+    epochs: float = math.inf
+    """After how many epochs training ends; infinite if it does not end by epochs."""
+    latest_checkpoint: Path | None = None
+    """This group's newest checkpoint, which may not exist yet; None if none is saved."""
 
     def last_step(self, *, is_bound: bool = False) -> int | None:
         """The step at which training ends; None if that is not known.
@@ -133,22 +127,10 @@ class Host:
         """
         raise NotImplementedError
 
-    @property
-    def epochs(self) -> float:
-        """After how many epochs training ends; infinite if it does not end by epochs."""
-        return math.inf
-
-    @property
-    def latest_checkpoint(self) -> Path | None:
-        """This group's newest checkpoint, which may not exist yet; None if none is saved."""
-        return None
-
     # ---- what it shows ----------------------------------------------------------------------
 
-    @property
-    def shows_position(self) -> bool:
-        """Whether the trainer has a progress bar, for ``show_position`` after each step."""
-        return False
+    shows_position = False
+    """Whether the trainer has a progress bar, for ``show_position`` after each step."""
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a sync. It must not raise."""
