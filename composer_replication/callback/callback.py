@@ -191,7 +191,7 @@ class DiLoCoCallback(Callback):
         saved = self._group.state_dict()
         if not saved and self._is_loading and self._job.is_sharded:
             # Composer loads a sharded checkpoint into this.
-            return self._group.continuation.template(self.settings)
+            return self._group.continuation.layout_of(self.settings).template()
         return saved
 
     def fit_end(self, state: State, logger: Logger) -> None:

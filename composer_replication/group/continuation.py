@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,15 @@ from torch import Tensor
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import listed, synced_tensors
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.group.checkpoint import BadStateError, CheckpointLayout
-from composer_replication.group.checksums import checksums, replaced
+from composer_replication.group.checkpoint import (
+    BadStateError,
+    CheckpointLayout,
+    checksums,
+    replaced,
+)
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import last_outer_step
-from composer_replication.replica.ranks import broadcast, rank
+from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
 
@@ -29,27 +34,31 @@ class Continuation:
         host: The group's trainer.
 
     Attributes:
+        loaded: What was loaded from a checkpoint, until the next fit begins; otherwise empty.
         is_resumed: Whether this fit continues from a checkpoint.
-        ended: DiLoCo's state at the end of the previous fit; None before.
+        ended: DiLoCo's state at the end of the previous fit; None before. It has no copies, since
+            no step follows.
+        left: Checksums of what the previous fit has left in the model; None if that is not known,
+            as after an error.
+        layout: How this fit's checkpoints store its tensors, from ``begin`` on.
         also_synced: Names of the parameters that belonged to the global state before, also of those
             that are frozen now.
     """
 
     def __init__(self, host: Host) -> None:
         self._host = host
+        self.loaded: dict[str, Any] = {}
         self.is_resumed = False
         self.ended: dict[str, Any] | None = None
+        self.left: dict[str, int] | None = None
+        self.layout: CheckpointLayout
         self.also_synced: Collection[str] = ()
-        self._loaded: dict[str, Any] | None = None
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
-        self._layout: CheckpointLayout | None = None
-        self._left: dict[str, int] | None = None
-        """Checksums of what the previous fit has left in the model; None if that is not known."""
 
     def load(self, saved: dict[str, Any]) -> None:
         """Keep what a checkpoint has until the next fit begins."""
-        self._loaded = saved or None
+        self.loaded = saved
 
     def check_loaded(self, path: str | None) -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
@@ -61,7 +70,7 @@ class Continuation:
             BadStateError: It has training state, but no DiLoCo state.
         """
         self._path = path
-        if self._loaded is None and self._host.steps > 0:
+        if not self.loaded and self._host.steps > 0:
             raise self._rejection(
                 f"it is of batch {self._host.steps} and has no DiLoCo state: no global "
                 "parameters, no outer momentum",
@@ -79,28 +88,28 @@ class Continuation:
         """
         before = () if self.ended is None else self.ended["fragments"]
         known = {name for fragment in before for name in fragment["theta"]}
-        names = () if self._loaded is None else self._loaded.get("local", {})
-        self.also_synced = {*names, *known}
-        self._resumed, self._loaded = self._read(settings), None
+        self.also_synced = {*self.loaded.get("local", {}), *known}
+        self._resumed, self.loaded = self._read(settings), {}
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
-        self._layout = self._layout_of(settings, self.also_synced)
+        self.layout = self.layout_of(settings, self.also_synced)
         if self.ended is not None and not self.is_resumed:
-            self._check_unchanged(self._layout, known)
+            self._check_unchanged(known)
 
-    def _layout_of(
+    def layout_of(
         self, settings: DiLoCoSettings, also_synced: Collection[str] = ()
     ) -> CheckpointLayout:
+        """How a checkpoint stores the tensors that are trained now, and those named."""
         host = self._host
         fragments = synced_tensors(host.model, settings, also_synced)
         return CheckpointLayout(fragments, settings, host.is_sharded, host.averages.exist)
 
     def _read(self, settings: DiLoCoSettings) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
-        if self._loaded is None:
+        if not self.loaded:
             return None
         try:
-            layout = self._layout_of(settings, self._loaded.get("local", {}))
-            return layout.unpack(self._loaded)
+            layout = self.layout_of(settings, self.loaded.get("local", {}))
+            return layout.unpack(self.loaded)
         except SettingsMismatch as error:
             raise self._rejection(str(error), "Use the settings that it was saved with") from error
         except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -112,10 +121,11 @@ class Continuation:
         path = self._path or "the checkpoint"
         return BadStateError(f"cannot continue from {path}: {problem}. {fix}")
 
-    def _check_unchanged(self, layout: CheckpointLayout, known: Collection[str]) -> None:
-        changed = [] if self._left is None else replaced(self._left, layout.live)
+    def _check_unchanged(self, known: Collection[str]) -> None:
+        live = self.layout.live
+        changed = [] if self.left is None else replaced(self.left, live)
         kinds = {
-            "were not trained in the fit before": [n for n in layout.live if n not in known],
+            "were not trained in the fit before": [name for name in live if name not in known],
             "were replaced since the fit before": [name for name in changed if name in known],
         }
         if found := [f"{listed(names)} {what}" for what, names in kinds.items() if names]:
@@ -136,8 +146,7 @@ class Continuation:
         """
         if self.is_resumed or self.ended is not None:
             return None
-        is_first = rank() == 0
-        return broadcast(self._start_refusal(run_dir, known_step) if is_first else None)
+        return ask_on_rank_0(partial(self._start_refusal, run_dir, known_step))
 
     def _start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
         step, source = last_outer_step(run_dir), run_dir
@@ -162,12 +171,11 @@ class Continuation:
         Returns:
             The group's position in its samples; empty if it starts from nothing.
         """
-        assert self._layout is not None, "begin has made it"
         state, local = self._resumed or (self.ended, {})
         self._resumed = None
         with torch.no_grad():
             for name, tensor in local.items():
-                local_tensor(self._layout.live[name]).copy_(tensor)
+                local_tensor(self.layout.live[name]).copy_(tensor)
         if state is None:
             return {}
         diloco.load_state_dict(state)
@@ -175,36 +183,4 @@ class Continuation:
 
     def note_left(self) -> None:
         """Note that the model holds what this fit leaves in it."""
-        assert self._layout is not None, "begin has made it"
-        self._left = checksums(self._layout.live)
-
-    def end(self, state: dict[str, Any], *, has_failed: bool = False) -> None:
-        """Keep what the fit has left, for the next one: without copies, since no step follows.
-
-        Args:
-            state: The state of DiLoCo.
-            has_failed: Whether the fit has raised an error, so that it is not known what the model
-                holds.
-        """
-        self.ended = state
-        if has_failed:
-            self._left = None
-
-    @property
-    def loaded(self) -> dict[str, Any]:
-        """What was loaded from a checkpoint, until the next fit begins; otherwise empty."""
-        return self._loaded or {}
-
-    def packed(
-        self,
-        state: dict[str, Any],
-        local: Mapping[str, Tensor],
-        in_model: Callable[[str], Tensor],
-    ) -> dict[str, Any]:
-        """DiLoCo's part of a checkpoint. For the arguments see ``CheckpointLayout.pack``."""
-        assert self._layout is not None, "begin has made it"
-        return self._layout.pack(state, local, in_model)
-
-    def template(self, settings: DiLoCoSettings) -> dict[str, Any]:
-        """An empty state, to load a sharded checkpoint into."""
-        return self._layout_of(settings).template()
+        self.left = checksums(self.layout.live)

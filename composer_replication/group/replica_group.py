@@ -135,7 +135,8 @@ class ReplicaGroup:
         """
         if self.diloco is not None:
             self.leave()
-            self._keep(has_failed=True)
+            self._keep()
+            self.continuation.left = None
             self._drop()
             log.info("Continuing from the state of the fit that failed")
         if manager is not None and self.continuation.ended is not None:
@@ -380,7 +381,7 @@ class ReplicaGroup:
         if state is None or self.weights is None:
             return self.continuation.loaded
         local = self.host.averages.local(self.weights.local())
-        return self.continuation.packed(state, local, self.weights.saved)
+        return self.continuation.layout.pack(state, local, self.weights.saved)
 
     def _diloco_state(self, diloco: DiLoCo) -> dict[str, Any]:
         """DiLoCo's state with its own tensors, valid until the next inner step."""
@@ -414,11 +415,11 @@ class ReplicaGroup:
             self.result["global_digest"][:8],
         )
 
-    def _keep(self, *, has_failed: bool = False) -> None:
+    def _keep(self) -> None:
         """Keep what the fit has left, for the next one."""
         assert self.diloco is not None and self.weights is not None, "join has made them"
         state = self._diloco_state(self.diloco)
-        self.continuation.end(state, has_failed=has_failed)
+        self.continuation.ended = state
         # Under DDP these have been gathered, so rank 0 alone may save the model from now on.
         self.weights.read_from({n: t for f in state["fragments"] for n, t in f["theta"].items()})
 

@@ -13,7 +13,7 @@ import torch
 from composer_jobs import Each, fit_alone, train_and_save, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.group.checksums import checksums
+from composer_replication.group.checkpoint import checksums
 from composer_replication.simulation.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
