@@ -31,6 +31,7 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
 from composer_replication.group.host import GroupArguments, Host
 from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.group.reports import rejections
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
@@ -180,7 +181,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._is_terminated = False
         resumes_from = train.f_locals["resume_from_checkpoint"]
         continuation = self._group.continuation
-        with self._group.rejections():
+        with rejections(self._group.options):
             check_parallelism(self._job.trainer)
             self._group.ask_coordinator()
             if resumes_from and (path := Path(resumes_from) / STATE).exists():

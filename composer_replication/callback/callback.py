@@ -22,6 +22,7 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import when_over
 from composer_replication.group.host import GroupArguments
 from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.group.reports import rejections
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
@@ -116,7 +117,7 @@ class DiLoCoCallback(Callback):
         self._job.logger = logger
         # By identity: Composer's comparison of events is slow enough to show in a step.
         if event is Event.INIT or event is Event.BEFORE_LOAD or event is Event.FIT_START:
-            with self._group.rejections():
+            with rejections(self.options):
                 super().run_event(event, state, logger)
         else:
             super().run_event(event, state, logger)

@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.fence import fence
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
@@ -26,7 +24,6 @@ from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import ERROR, EVALUATION, ReplicaFolder
 from composer_replication.options import (
     DiLoCoOptions,
-    DuplicateIdError,
     ManagerOptions,
     ReplicaOptions,
     replica_id_of,
@@ -84,8 +81,7 @@ class ReplicaGroup:
         """The metrics of the last evaluation, by name, which become part of the result."""
         self._run: RunInfo | None = None
         self._membership: Membership | None = None
-        self._folder = ReplicaFolder(None, "")  # until a fit begins
-        self._reports = Reports(self._folder, self.settings, host)
+        self._reports = Reports(ReplicaFolder(None, ""), self.settings, host)  # before a fit
         self.continuation = Continuation(host)
         self.generators = Generators()
         self._received: tuple[dict[str, Any], bool] | None = None
@@ -100,23 +96,6 @@ class ReplicaGroup:
             self._run = ask_for_run(self.options)
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._arguments)
-
-    @contextmanager
-    def rejections(self) -> Iterator[None]:
-        """A context in which a ``ValueError`` is one that the group would meet again.
-
-        A script's exit status does not say that its input was rejected, so the run's folder does.
-        """
-        try:
-            yield
-        except DuplicateIdError:
-            raise  # the name may be free the next time
-        except ValueError as error:
-            name = self.options.replica_id
-            with fence("in the run's folder why this group is rejected"):
-                if name is not None and not rank():
-                    ReplicaFolder(self.options.run_dir, name).write_rejection(str(error))
-            raise
 
     # ---- a fit begins -----------------------------------------------------------------------
 
@@ -147,11 +126,9 @@ class ReplicaGroup:
         name = replica_id_of(self.options)
         try:
             self.continuation.begin(self.settings)
-            is_resumed = self.continuation.is_resumed
-            self._folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
-            self._reports = reports = Reports(self._folder, self.settings, self.host)
-            source = "" if self._run is None else self._run.settings_source
-            reports.settings(f"The coordinator's settings ({source})" if source else "Settings")
+            folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
+            self._reports = reports = Reports(folder, self.settings, self.host)
+            reports.settings("" if self._run is None else self._run.settings_source)
             self.diloco = diloco = self._connect(manager)
             diloco.counts_steps = False
             reading = self.continuation.restore(diloco)
@@ -167,16 +144,12 @@ class ReplicaGroup:
             reports.position("joining", diloco)
             diloco.__enter__()
             self._follow_donor()
-            reports.started(diloco)
-            reports.joined(diloco, self.manager, name, is_resumed)
+            reports.joined(diloco, self.manager, name, self.continuation.is_resumed)
             if self.data is not None:
                 self.data.start()
-            if is_resumed:
-                reports.resumed(diloco)
             self._report("training")
         except BaseException:
-            self.leave()  # the others wait for this group as long as it sends heartbeats
-            self._drop()
+            self._drop()  # the others wait for this group as long as it sends heartbeats
             raise
 
     def _connect(self, manager: Any) -> DiLoCo:
@@ -187,7 +160,7 @@ class ReplicaGroup:
         if self._run is not None:
             synced = synced_tensors(host.model, self.settings, also_synced)
             self._membership = Membership(options, self._run, synced, world_size())
-        backend = self._backend()
+        backend = backend_for(next(host.model.parameters()).device, options.backend)
         if manager is None:
             own = pick(ManagerOptions, vars(options) | {"backend": backend})
             manager = make_manager(**vars(own))
@@ -221,12 +194,6 @@ class ReplicaGroup:
         if self._received is not None:  # on all ranks alike, and seldom: no collective else
             received, self._received = broadcast(self._received), None
             self.host.load_state_dict(*received)
-
-    def _backend(self) -> str:
-        device = next(self.host.model.parameters()).device
-        if self.options.backend == "nccl" and device.type != "cuda":
-            raise ValueError(f"backend='nccl', but the model is on {device}: use 'gloo'")
-        return self.options.backend or backend_for(device)
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -283,8 +250,8 @@ class ReplicaGroup:
             self.data.after_batch()
         self._check_launcher()
         if loss is not None:
-            self._reports.note_loss(loss)
-        if not self._report("training") or not broadcast(self._folder.asks_to_stop):
+            self._reports.losses.append(loss)
+        if not self._report("training") or not broadcast(self._reports.folder.asks_to_stop):
             return False
         log.info(
             "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
@@ -344,9 +311,9 @@ class ReplicaGroup:
         if self.diloco is not None:
             self._report("evaluating")
         self.generators.save()
-        if self.options.eval_weights == "global":
-            if not self.host.averages.are_evaluated and not self._replaces_global:
-                self.weights.show()
+        replaces = self.host.averages.are_evaluated or self._replaces_global
+        if self.options.eval_weights == "global" and not replaces:
+            self.weights.show()
 
     def show_local(self) -> None:
         """Put the local weights and the random generators back. It may be repeated."""
@@ -357,11 +324,11 @@ class ReplicaGroup:
     def note_evaluation(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation for the run's folder and the result."""
         self._metrics = metrics
-        self._folder.append(EVALUATION, {"batch": self.host.steps, "eval": metrics})
+        self._reports.folder.append(EVALUATION, {"batch": self.host.steps, "eval": metrics})
         if self.result and self.diloco is None:
             # A trainer's last evaluation may come after the end of the fit.
             self.result["eval"] = metrics
-            self._folder.write_end(self.result)
+            self._reports.folder.write_end(self.result)
 
     @property
     def _replaces_global(self) -> bool:
@@ -406,9 +373,8 @@ class ReplicaGroup:
         if self.data is not None:
             self.data.end()
         self._keep()
-        self.leave()
         self._drop()
-        self._folder.write_end(self.result)
+        self._reports.folder.write_end(self.result)
         log.info(
             "Ended after %d outer steps: global parameters %s",
             self.result["outer_steps"],
@@ -454,6 +420,7 @@ class ReplicaGroup:
                 )
 
     def _drop(self) -> None:
+        self.leave()
         self.diloco = self.data = None
 
     def close(self, error: BaseException | None = None) -> None:
@@ -463,8 +430,7 @@ class ReplicaGroup:
             error: The error that ends the training; None if there is none.
         """
         if error is not None:
-            self._folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
-        self.leave()
+            self._reports.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
         self._drop()
         if self.weights is not None:
             self.weights.remove()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +25,7 @@ from composer_replication.group.run_folder import (
     ReplicaFolder,
 )
 from composer_replication.group.words import listed_groups, on_same_samples, plural
+from composer_replication.options import DuplicateIdError, ReplicaOptions
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
 
@@ -41,13 +43,17 @@ class Reports:
         folder: The group's folder.
         settings: The run's settings.
         host: The group's trainer.
+
+    Attributes:
+        folder: The same.
+        losses: The losses of the steps since the last sync, each a mean over the group's ranks.
+        final_loss: The mean training loss of the last round that had steps; None before.
     """
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
-        self._folder, self._settings, self._host = folder, settings, host
-        self._reached = folder.reached() or {}  # empty if an error has been logged
-        self._before = folder.read_status()
-        self._losses: list[float] = []
+        self.folder, self._settings, self._host = folder, settings, host
+        self._before = folder.reached() or {}  # empty if an error has been logged
+        self.losses: list[float] = []
         self._began: tuple[int, float, float] | None = None
         self._phase = ""
         self._due = 0.0
@@ -57,11 +63,6 @@ class Reports:
         self._members: dict[str, str] = {}
         self._num_groups = 1
         self.final_loss: float | None = None
-        """The mean training loss of the last round that had steps; None before."""
-
-    def note_loss(self, loss: float) -> None:
-        """Note the loss of a step, a mean over the group's ranks."""
-        self._losses.append(loss)
 
     # ---- it has joined ----------------------------------------------------------------------
 
@@ -70,22 +71,26 @@ class Reports:
         """Log the settings, and warn of those that are risky.
 
         Args:
-            source: Where the settings come from, in words.
+            source: Where the coordinator's settings are from; empty if they are the group's own.
         """
+        title = f"The coordinator's settings ({source})" if source else "Settings"
         momentum = self._settings.momentum_warning(self._host.last_step(is_bound=True))
         if not rank():
-            log.info("%s: %s", source, self._settings)
+            log.info("%s: %s", title, self._settings)
             if momentum:
                 log.warning("%s", momentum)
         # DiLoCo itself warns of the overlap.
         for text in filter(None, (momentum, self._settings.overlap_warning)):
-            self._folder.append(WARNING, {"warning": text})
+            self.folder.append(WARNING, {"warning": text})
 
     @fence("the start of this group")
-    def started(self, diloco: DiLoCo) -> None:
-        """Record that the group has joined, and what its earlier process had trained by its end."""
+    def joined(self, diloco: DiLoCo, manager: Any, replica_id: str, is_resumed: bool) -> None:
+        """Report that the group has joined the others, or begins with them, and who they are.
+
+        If it resumes, also where, and how many steps of its earlier process are repeated.
+        """
         latest = self._host.latest_checkpoint
-        self._folder.append(
+        self.folder.append(
             START,
             {
                 "settings": asdict(self._settings),
@@ -97,10 +102,6 @@ class Reports:
                 "checkpoint": None if latest is None else str(latest),
             },
         )
-
-    @fence("who has joined")
-    def joined(self, diloco: DiLoCo, manager: Any, replica_id: str, is_resumed: bool) -> None:
-        """Log that the group has joined the others, or begins with them, and who they are."""
         self._members, self._num_groups = members_of(manager), manager.num_participants()
         if not rank() and self._members:  # otherwise it trains alone, which the log says already
             log.info(
@@ -111,16 +112,14 @@ class Reports:
                 replica_id,
                 plural(world_size(), "rank"),
             )
-
-    @fence("where this group resumes")
-    def resumed(self, diloco: DiLoCo) -> None:
-        """Log where the group resumes, and how many steps after that point are repeated."""
-        batch, reached = self._host.steps, self._reached
+        if not is_resumed:
+            return
+        batch, before = self._host.steps, self._before
         again = {
-            "batches_again": max(0, reached.get("batch", 0) - batch),
-            "outer_steps_again": max(0, reached.get("outer_step", 0) - diloco.outer_step),
+            "batches_again": max(0, before.get("batch", 0) - batch),
+            "outer_steps_again": max(0, before.get("outer_step", 0) - diloco.outer_step),
         }
-        self._folder.append(RESUME, {"batch": batch, "outer_step": diloco.outer_step, **again})
+        self.folder.append(RESUME, {"batch": batch, "outer_step": diloco.outer_step, **again})
         log.info(
             "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
             batch,
@@ -144,8 +143,8 @@ class Reports:
     @fence("the syncs")
     def _report_syncs(self, reports: Sequence[SyncReport]) -> None:
         for report in reports:
-            loss = sum(self._losses) / len(self._losses) if self._losses else None
-            self._losses.clear()
+            loss = sum(self.losses) / len(self.losses) if self.losses else None
+            self.losses.clear()
             self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
             metrics["diloco/round"] = self._round(report.inner_steps, report.outer_step)
@@ -158,9 +157,9 @@ class Reports:
             if report.equal_samples:
                 warning = on_same_samples(report.equal_samples, self._host.data_fix)
                 log.warning("%s", warning)
-                self._folder.append(WARNING, {"warning": warning})
+                self.folder.append(WARNING, {"warning": warning})
             place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}
-            self._folder.append(SYNC, metrics | place | {"ranks": world_size()})
+            self.folder.append(SYNC, metrics | place | {"ranks": world_size()})
             fragment = f", fragment {report.fragment}" if self._settings.fragment_count > 1 else ""
             log.info(
                 "outer step %d%s: %d replica groups, loss %s, blocked %.2f s%s",
@@ -243,12 +242,12 @@ class Reports:
             "inner_steps": diloco.inner_steps,
             "outer_step": diloco.outer_step,
             "round": self._round(diloco.inner_steps, diloco.outer_step),
-            "loss": self._losses[-1] if self._losses else self.final_loss,
+            "loss": self.losses[-1] if self.losses else self.final_loss,
         }
         if phase == "training" and self._is_warm_up(diloco.outer_step + 1):
             phase = "warm-up"
         trained_at = self._before.get("trained_at") if phase == "joining" else time.time()
-        self._folder.write_status(
+        self.folder.write_status(
             phase,
             **position,
             sync_every=self._steps_of_all,
@@ -271,6 +270,26 @@ class Reports:
         groups = plural(self._num_groups, "group")
         place = f"round {position['round']:.1f}, outer step {position['outer_step']}, {groups}"
         self._host.show_position(place, position["max_batches"], is_estimate)
+
+
+@contextmanager
+def rejections(options: ReplicaOptions) -> Iterator[None]:
+    """A context in which a ``ValueError`` is one that the group would meet again.
+
+    A script's exit status does not say that its input was rejected, so the run's folder does.
+
+    Args:
+        options: This group's.
+    """
+    try:
+        yield
+    except DuplicateIdError:
+        raise  # the name may be free the next time
+    except ValueError as error:
+        with fence("in the run's folder why this group is rejected"):
+            if options.replica_id is not None and not rank():
+                ReplicaFolder(options.run_dir, options.replica_id).write_rejection(str(error))
+        raise
 
 
 def numbers_of(report: SyncReport) -> dict[str, Any]:

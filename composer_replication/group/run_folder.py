@@ -189,8 +189,8 @@ class ReplicaFolder:
             self._flush()
 
     @fence("what this group had reached")
-    def reached(self) -> dict[str, int]:
-        """Return the ``batch`` and ``outer_step`` that the group had reached before it stopped."""
+    def reached(self) -> dict[str, Any]:
+        """Return the status that the group had before it stopped, with its last ``outer_step``."""
         if self._folder is None:
             return {}
         status, sync = self.read_status(), {}
@@ -198,7 +198,7 @@ class ReplicaFolder:
             sync = last_event(self._folder / EVENTS, SYNC)
         except OSError as error:
             self._warn(error)
-        return {
+        return status | {
             "batch": max(int(status.get("batch") or 0), int(sync.get("batch") or 0)),
             "outer_step": int(sync.get(OUTER_STEP) or 0),
         }

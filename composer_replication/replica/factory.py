@@ -316,6 +316,16 @@ def tame_torchft_logs() -> None:
     logging.getLogger("torchft.manager").addFilter(_one_line)  # once, however often it is called
 
 
-def backend_for(device: torch.device) -> str:
-    """The backend that averages tensors of a device between groups."""
-    return "nccl" if device.type == "cuda" else "gloo"
+def backend_for(device: torch.device, wanted: str | None = None) -> str:
+    """The backend that averages tensors of a device between groups.
+
+    Args:
+        device: Where the model is.
+        wanted: The user's choice, if there is one.
+
+    Raises:
+        ValueError: It cannot average tensors of the device.
+    """
+    if wanted == "nccl" and device.type != "cuda":
+        raise ValueError(f"backend='nccl', but the model is on {device}: use 'gloo'")
+    return wanted or ("nccl" if device.type == "cuda" else "gloo")
