@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +16,8 @@ from composer import Event, Logger, State, Timestamp, TimeUnit
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
-from torch import nn
+from torch import Tensor, nn
 
-from composer_replication.callback.schedules import Schedules
 from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
@@ -26,6 +26,9 @@ from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
 
 log = logging.getLogger(__name__)
+
+SchedulerStates = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, float]]]
+"""Class name and state of each of torch's schedulers, and the learning rates that they have set."""
 
 
 class ComposerJob(Host):
@@ -55,7 +58,9 @@ class ComposerJob(Host):
     def before_join(self) -> None:
         """Prepare for a fit. Called in ``Trainer.fit``, before the group joins."""
         self.averages.before_join()
-        self._schedules = Schedules(self.state)
+        trainer = trainer_in_fit()
+        by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
+        self._steps_by_epoch, self._has_warned = by_epoch, False
         self._is_new = self.steps == 0
         self._ends_by_epoch = self.epochs < math.inf
 
@@ -158,21 +163,21 @@ class ComposerJob(Host):
             "is_in_batch": is_in_batch,
             "ends_epoch": is_in_batch and self._ends_epoch(),
             "ends_at": self.last_step(),
-            "schedules": self._schedules.state_dict(),
+            "schedules": self.schedules(),
             "averages": [] if dist.get_global_rank() else self.averages.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         """Continue at the donor's position, so that both groups end at the same batch."""
         self._adopt(saved["timestamp"])
-        has_rates = self._schedules.load_state_dict(saved["schedules"])
+        has_rates = self.load_schedules(*saved["schedules"])
         is_in_batch = saved["is_in_batch"] or is_in_step
         if is_in_batch:
             # The donor's counters are those before the batch of this sync, which is over by now.
             # Composer steps schedulers before it counts a batch: this group's, if it was in one,
             # have been stepped with the counters that it had then.
             if has_rates or not is_in_step:
-                self._schedules.end_batch(saved["ends_epoch"] and not is_in_step)
+                self._step_schedulers(saved["ends_epoch"] and not is_in_step)
             now = self.state.previous_timestamp = self.state.timestamp
             samples = now.sample.value // max(1, now.batch.value)
             tokens = now.token.value // max(1, now.batch.value)
@@ -183,6 +188,60 @@ class ComposerJob(Host):
             self.averages.load_state_dict(saved["averages"], is_in_batch, self.logger)
         batch = self.state.timestamp.batch.value
         log.info("Continuing at batch %d, like the other replica groups", batch)
+
+    def schedules(self) -> SchedulerStates:
+        """The schedulers' states. One that is not plain numbers is None: a heal cannot send it.
+
+        torch's schedulers count their own steps. Composer's are functions of the timestamp, wrapped
+        in a torch scheduler whose count they do not read.
+        """
+        kept = [(type(each).__name__, each.state_dict()) for each in self.state.schedulers]
+        states = [(kind, state if _is_plain(state) else None) for kind, state in kept]
+        groups = self.optimizer.param_groups
+        return states, [{n: float(g[n]) for n in ("lr", "initial_lr") if n in g} for g in groups]
+
+    def load_schedules(
+        self, states: list[tuple[str, dict[str, Any] | None]], rates: list[dict[str, float]]
+    ) -> bool:
+        """Load the donor's states. If one cannot be loaded, none is, and a warning says why.
+
+        Returns:
+            Whether they have been loaded.
+        """
+        schedulers, groups = self.state.schedulers, self.optimizer.param_groups
+        own = [type(each).__name__ for each in schedulers]
+        theirs = [kind for kind, state in states if state]
+        fits = own == theirs and len(rates) == len(groups)
+        if fits:
+            for scheduler, (_, state) in zip(schedulers, states, strict=True):
+                scheduler.load_state_dict(state or {})
+            for group, its_rates in zip(groups, rates, strict=True):
+                for name, rate in its_rates.items():
+                    if isinstance(group.get(name), Tensor):
+                        group[name].fill_(rate)
+                    else:
+                        group[name] = rate
+        elif not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "Schedulers keep their own state, not the donor's: it has sent those of %s for %d "
+                "groups of parameters, and this group has %s for %d. Use the same, whose states "
+                "are numbers and plain containers",
+                theirs,
+                len(rates),
+                own,
+                len(groups),
+            )
+        return fits
+
+    def _step_schedulers(self, ends_epoch: bool) -> None:
+        """Step the schedulers, as Composer does before it counts a finished batch."""
+        if ends_epoch or not self._steps_by_epoch:
+            # The donor took the step before it; torch warns if a scheduler steps before the
+            # optimizer.
+            self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+            for scheduler in self.state.schedulers:
+                scheduler.step()
 
     def _ends_epoch(self) -> bool:
         """Whether the batch that is not counted yet is the last one of its epoch."""
@@ -215,6 +274,17 @@ class ComposerJob(Host):
         merged = own | theirs | {"epoch": own["epoch"] if epoch is None else epoch}
         self.state.timestamp = Timestamp()  # a new one, since savers keep references to the old
         self.state.timestamp.load_state_dict(merged)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
+    if isinstance(value, dict):
+        if type(value) not in (dict, OrderedDict, Counter):
+            return False
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str, Tensor)
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:

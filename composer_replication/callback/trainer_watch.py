@@ -7,9 +7,6 @@ handler. Without this module both would wait until torch.distributed's timeout.
 
 from __future__ import annotations
 
-import faulthandler
-import logging
-import os
 import sys
 import threading
 import time
@@ -20,9 +17,8 @@ from composer import Trainer
 from composer.utils import dist
 
 from composer_replication.diloco.fence import fence
+from composer_replication.diloco.hang_watch import end_process
 from composer_replication.group.call_watch import POLL_S, caller, is_running
-
-log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 """How long a rank may wait in that barrier, in seconds: other ranks may still close their
@@ -74,19 +70,14 @@ def _is_in_barrier(top: FrameType, closing: FrameType) -> bool:
 
 
 def _end(status: int) -> None:
-    with fence("why this rank ends"):
-        log.error(
-            "The other ranks of this group have not reached the end of Trainer.close within %g s: "
-            "this rank ends with status %d. The stacks of its threads follow",
-            GRACE_S,
-            status,
-        )
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with fence("the last output"):  # the stream may be closed
             stream.flush()
-    with fence("the stacks"):
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-    os._exit(status)
+    end_process(
+        status,
+        "The other ranks of this group have not reached the end of Trainer.close within "
+        f"{GRACE_S:g} s: this rank ends with status {status}. The stacks of its threads follow",
+    )
 
 
 def _exit_status(error: BaseException | None) -> int:

@@ -78,8 +78,19 @@ class WeightAverages(Averages):
         self._is_loaded_active = False
 
     def begin(self, is_resumed: bool) -> None:
-        self._was_active = self._take_out(is_resumed)
-        self._wrap()
+        """Take EMA's weights out of the model, and average the global ones until ``leave``."""
+        ema, self._was_active = self._ema, self.are_saved
+        if ema is not None and ema.ema_model is not None:
+            self._adapt(ema)
+            if is_resumed and self._is_sharded:
+                self._take_from_model(ema)
+            if self._was_active:
+                self._swap()
+        wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
+        for algorithm in self._algorithms:
+            for name, wrapper in wrappers.items():
+                original = getattr(algorithm, name)
+                setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
 
     def after_join(self) -> None:
         """Put EMA's weights back that were in the model when the fit began."""
@@ -103,19 +114,6 @@ class WeightAverages(Averages):
         if not self.are_saved:
             self._swap()
 
-    def _take_out(self, is_resumed: bool) -> bool:
-        """Take EMA's weights out of the model. Returns whether they were in it."""
-        ema = self._ema
-        if ema is None or ema.ema_model is None:
-            return False
-        self._adapt(ema)
-        if is_resumed and self._is_sharded:
-            self._take_from_model(ema)
-        was_active = self.are_saved
-        if was_active:
-            self._swap()
-        return was_active
-
     def _swap(self) -> None:
         ema = self._ema
         assert ema is not None and ema.ema_model is not None, "it is active, or was"
@@ -128,11 +126,8 @@ class WeightAverages(Averages):
             return live
         assert ema.ema_model is not None, "it is active"
         kept = dict([*ema.ema_model.named_parameters(), *ema.ema_model.named_buffers()])
-        return {name: local_tensor(kept.get(self._wrapped(name), t)) for name, t in live.items()}
-
-    def _wrapped(self, name: str) -> str:
-        """Return the name of a tensor in ``state.model``, which may be wrapped in DDP."""
-        return f"module.{name}" if self.state.is_model_ddp else name
+        prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
+        return {name: local_tensor(kept.get(prefix + name, t)) for name, t in live.items()}
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.
@@ -172,14 +167,6 @@ class WeightAverages(Averages):
 
     # ---- updates ----------------------------------------------------------------------------
 
-    def _wrap(self) -> None:
-        """Make EMA and SWA average the global weights, until ``leave``."""
-        wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
-        for algorithm in self._algorithms:
-            for name, wrapper in wrappers.items():
-                original = getattr(algorithm, name)
-                setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
-
     def leave(self) -> None:
         for algorithm in self._algorithms:
             for name in ("match", "apply", "state_dict"):
@@ -196,18 +183,13 @@ class WeightAverages(Averages):
         return matches
 
     def _apply(
-        self,
-        algorithm: Algorithm,
-        apply: Callable[..., int | None],
-        event: Event,
-        state: State,
-        logger: Logger,
+        self, algorithm: Algorithm, apply: Callable[..., Any], event: Event, *rest: State | Logger
     ) -> int | None:
         if event not in UPDATES:
-            return apply(event, state, logger)
+            return apply(event, *rest)
         # At the end of an epoch EMA may be active, if the last batch was followed by a checkpoint.
         with self.out_of_the_model(), self._global_weights(algorithm):
-            return apply(event, state, logger)
+            return apply(event, *rest)
 
     def _state_dict(
         self, algorithm: Algorithm, state_dict: Callable[[], dict[str, Any]]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from composer_replication.diloco.fence import fence
 
@@ -117,18 +117,21 @@ class HangWatch:
 
     def _end(self, why: str) -> None:
         waits = f" and the {self._wait_limit_s:g} s of its wait" if self._wait_limit_s else ""
-        with fence("why this group ends"):
-            log.error(
-                "This replica group hangs: it has completed %s, above hang_timeout_s=%g%s. It "
-                "ends, so that the others can continue; the stacks of its threads follow on stderr."
-                " Raise hang_timeout_s if the group was only slow",
-                why,
-                self.timeout_s,
-                waits,
-            )
-        with fence("the stacks"):
-            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        os._exit(self.EXIT_STATUS)
+        end_process(
+            self.EXIT_STATUS,
+            f"This replica group hangs: it has completed {why}, above hang_timeout_s="
+            f"{self.timeout_s:g}{waits}. It ends, so that the others can continue; the stacks of "
+            "its threads follow on stderr. Raise hang_timeout_s if the group was only slow",
+        )
+
+
+def end_process(status: int, why: str) -> NoReturn:
+    """End this process at once, with an error in the log and the stacks of its threads."""
+    with fence("why this group ends"):
+        log.error("%s", why)
+    with fence("the stacks"):
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+    os._exit(status)
 
 
 class SyncSeconds(NamedTuple):

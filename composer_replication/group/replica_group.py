@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -86,6 +87,7 @@ class ReplicaGroup:
         self.generators = Generators()
         self._received: tuple[dict[str, Any], bool] | None = None
         self._parent = os.getppid()
+        self._joined = ExitStack()  # what a fit has joined, to leave in the opposite order
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
 
     # ---- before a fit -----------------------------------------------------------------------
@@ -125,6 +127,7 @@ class ReplicaGroup:
             )
         name = replica_id_of(self.options)
         try:
+            self._joined.callback(self.host.averages.leave)
             self.continuation.begin(self.settings)
             folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
             self._reports = reports = Reports(folder, self.settings, self.host)
@@ -142,7 +145,7 @@ class ReplicaGroup:
                 lambda: self.host.averages.are_saved or self._replaces_global,
             )
             reports.position("joining", diloco)
-            diloco.__enter__()
+            self._joined.enter_context(diloco)
             self._follow_donor()
             reports.joined(diloco, self.manager, name, self.continuation.is_resumed)
             if self.data is not None:
@@ -160,11 +163,13 @@ class ReplicaGroup:
         if self._run is not None:
             synced = synced_tensors(host.model, self.settings, also_synced)
             self._membership = Membership(options, self._run, synced, world_size())
+            self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
         if manager is None:
             own = pick(ManagerOptions, vars(options) | {"backend": backend})
             manager = make_manager(**vars(own))
         self.manager = manager
+        self._joined.callback(manager.shutdown)
         manager.register_state_dict_fn(host.name, self._receive, host.state_dict)
         diloco = DiLoCo(
             manager,
@@ -180,6 +185,8 @@ class ReplicaGroup:
         self.data = group_data_of(
             host.loader, options, diloco, self._membership, self.sync_idle, host.epochs
         )
+        if self.data is not None:
+            self._joined.callback(self.data.close)
         return diloco
 
     def _receive(self, position: dict[str, Any]) -> None:
@@ -335,8 +342,7 @@ class ReplicaGroup:
         """Whether an average is in the model that is not yet in the global weights."""
         if self.diloco is not None:
             return self.diloco.replaces_global
-        ended = self.continuation.ended
-        return ended is not None and any(ended["replaces_global"])
+        return any((self.continuation.ended or {}).get("replaces_global", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """This group's part of a checkpoint: empty before training. Under FSDP a collective.
@@ -397,17 +403,8 @@ class ReplicaGroup:
         if sys.is_finalizing():
             return  # the threads have ended: no heartbeats are sent, and a wait would never return
         with self._leaving:
-            self.host.averages.leave()
-            if self.diloco is not None:
-                self.diloco.__exit__(None, None, None)
-            if self.data is not None:
-                self.data.close()
-            if self.manager is not None:
-                self.manager.shutdown()
-                self.manager = None
-            if self._membership is not None:
-                self._membership.leave()
-                self._membership = None
+            self._joined.close()
+            self.manager = self._membership = None
 
     def leave_after_error(self, manager: Any) -> None:
         """Leave if the fit with this manager is over and has not left. Any thread may call it."""

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from composer_replication.callback.schedules import Schedules
+from composer_replication.callback.composer_job import ComposerJob
 from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.simulation import Fault, simulate
 
@@ -29,6 +29,13 @@ pytestmark = pytest.mark.slow
 
 JOINS_LATE = [Fault("restart", replica_id=1, step=2)]
 SKIPS_A_SYNC = [Fault("fail_commit", replica_id=1, step=2)]
+
+
+def job_in(state):
+    job = ComposerJob()
+    job.state = job.averages.state = state
+    job.before_join()
+    return job
 
 
 def sequence(sgd):
@@ -131,8 +138,8 @@ def test_a_plateau_goes_on_where_the_donor_s_is_through_the_bytes_of_a_heal():
     (donor, theirs), (joiner, ours) = plateau(0.5), plateau(0.5)
     for loss in (1.0, 2.0, 2.0, 2.0):
         theirs.step(loss)
-    body = memoryview(bytearray(b"".join(dump(Schedules(donor).state_dict()))))
-    Schedules(joiner).load_state_dict(load(body))
+    body = memoryview(bytearray(b"".join(dump(job_in(donor).schedules()))))
+    job_in(joiner).load_schedules(*load(body))
     assert joiner.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.05)
     for scheduler in (theirs, ours):
         scheduler.step(0.5)
