@@ -15,18 +15,22 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
+from composer_replication.group.run_folder import CONFIG, make_run_folder
 from composer_replication.launch.commands import (
     Config,
-    CoordinatorOptions,
     Count,
     JobOptions,
-    OptionalConfig,
-    OptionalCount,
     Overrides,
     TakesCommand,
     command,
-    command_after_dashes,
 )
+from composer_replication.launch.coordinator_command import CoordinatorCommand
+from composer_replication.launch.display import Display
+from composer_replication.launch.doctor import doctor
+from composer_replication.launch.job import job_of
+from composer_replication.launch.launcher import launch_groups, run_group
+from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.outcome import finish, print_rows
 from composer_replication.launch.output import (
     BAD_INPUT,
     INTERRUPTED,
@@ -35,11 +39,9 @@ from composer_replication.launch.output import (
     quiet_others,
     report_error,
 )
-from composer_replication.launch.supervision import (
-    FIRST_PAUSE_S,
-    MAX_RESTARTS,
-    SUPERVISED_HANG_TIMEOUT_S,
-)
+from composer_replication.launch.page_record import write_page
+from composer_replication.launch.run_record import describe, open_run
+from composer_replication.launch.supervision import MAX_RESTARTS, SUPERVISED_HANG_TIMEOUT_S
 from composer_replication.plan import (
     HOST_S_PER_PARAM,
     PlannedRun,
@@ -145,9 +147,6 @@ class LaunchCommand(JobOptions):
     hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S
 
     def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.launch.job import job_of
-        from composer_replication.launch.launcher import launch_groups
-
         status = launch_groups(
             job_of(self),
             replicas=self.replicas,
@@ -158,50 +157,12 @@ class LaunchCommand(JobOptions):
         raise typer.Exit(status)
 
 
-@command(app, cls=TakesCommand)
-def run(
-    context: typer.Context,
-    restarts: Annotated[int, typer.Option(min=0)] = 10,
-    backoff: float = FIRST_PAUSE_S,
-    nproc: OptionalCount = None,
-    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S,
-    run_dir: Path | None = None,
-) -> None:
-    """Run the command after -- as one replica group of a run, and start it again when it dies.
-
-    Args:
-        restarts: Most restarts in a row without a sync.
-        backoff: Seconds before the first restart; each in a row waits twice as long.
-        nproc: Number of processes in the group. Default: as many as the command starts.
-        hang_timeout_s: The group ends itself after this time without progress, in seconds.
-        run_dir: The run's folder. Default: COMPOSER_REPLICATION_RUN_DIR, else a temporary one.
-    """
-    from composer_replication.launch.run_command import run_group
-
-    status = run_group(
-        command_after_dashes(context) or [],
-        restarts=restarts,
-        backoff_s=backoff,
-        nproc=nproc,
-        hang_timeout_s=hang_timeout_s,
-        run_dir=run_dir,
-    )
-    raise typer.Exit(status)
-
-
-@command(app, "coordinator")
-@dataclass(kw_only=True)
-class CoordinatorCommand(CoordinatorOptions):
-    """Serve the run's settings to all replica groups, and host the lighthouse."""
-
-    def __post_init__(self) -> None:  # typer calls a command with its options
-        from composer_replication.launch.coordinator_command import coordinate
-
-        coordinate(self)
+command(app, "run", cls=TakesCommand)(run_group)
+command(app, "coordinator")(CoordinatorCommand)
 
 
 @command(app)
-def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -> None:
+def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -> int:
     """Train the same replica groups in one process, to try DiLoCo without a network.
 
     Args:
@@ -209,11 +170,6 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -
         overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
         replicas: Number of replica groups.
     """
-    from composer_replication.group.run_folder import CONFIG, make_run_folder
-    from composer_replication.launch.display import Display, print_settings
-    from composer_replication.launch.live_run import LiveRun
-    from composer_replication.launch.outcome import finish
-
     checked = load_config(config, overrides or [])
     run_dir = make_run_folder(checked, config)
     checked["run_dir"] = str(run_dir)
@@ -225,10 +181,11 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -
     # The display shows one table for all groups. Their log lines would be drawn over it.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     console = Console(highlight=False)
-    print_settings(console, read_diloco(diloco_section(checked))[0], str(config))
+    settings, _ = read_diloco(diloco_section(checked))
+    console.print(f"Settings from {config}: {settings}", markup=False, soft_wrap=True)
     with Display(console, LiveRun(run_dir, range(replicas))):
         simulate_replicas(checked, replicas)
-    raise typer.Exit(finish(run_dir, range(replicas), time.monotonic() - began, restarts={}))
+    return finish(run_dir, range(replicas), time.monotonic() - began, restarts={})
 
 
 @command(app)
@@ -280,24 +237,7 @@ def plan(
     Console(highlight=False).print(plan_table(planned, share))
 
 
-@command(app)
-def doctor(
-    config: OptionalConfig = None,
-    overrides: Overrides = None,
-    coordinator: Annotated[str | None, typer.Option(metavar="URL")] = None,
-    hostname: str | None = None,
-) -> None:
-    """Find what is wrong on this machine, on the way to the coordinator, or in a config.
-
-    Args:
-        config: A YAML file with callbacks.diloco.
-        overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
-        coordinator: The run's coordinator, if nothing else names it.
-        hostname: Name under which the others reach this machine.
-    """
-    from composer_replication.launch.doctor import doctor as run
-
-    raise typer.Exit(run(config, overrides or [], coordinator_addr=coordinator, hostname=hostname))
+command(app)(doctor)
 
 
 @command(app)
@@ -307,9 +247,5 @@ def report(run_dir: Annotated[Path, typer.Argument()]) -> None:
     Args:
         run_dir: Folder of a run.
     """
-    from composer_replication.launch.outcome import print_rows
-    from composer_replication.launch.page_record import write_page
-    from composer_replication.launch.run_record import describe, open_run
-
     run = open_run(run_dir)
     print_rows([*describe(run), ("page", str(write_page(run)))])

@@ -12,7 +12,8 @@ gc.disable()  # the server makes no garbage, and the collector would look at all
 ANY_HOST = (
     "pytest",
     "composer_replication.replica.factory",
-    "composer_replication.launch.run_command",
+    "composer_replication.launch.launcher",
+    "composer_replication.coordinator.server",
     "torch._dynamo",  # building the first optimizer imports it
 )
 COMPOSER = (

@@ -38,14 +38,16 @@ def write(folder, replica_id, phase="training", syncs=1):
 
 
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):
-    groups = Groups(folder, lives)
-    looks = []
-    run = Run(folder, lives)
-    supervisor = Supervisor(groups, run, groups.start, list(lives), max_restarts, **more)
+    groups, said = Groups(folder, lives), []
+    looks, run = [], Run(folder, lives)
+    supervisor = Supervisor(
+        groups, run, groups.start, list(lives), max_restarts, say=said.append, **more
+    )
 
-    def show():
+    def show(supervisor):
         looks.append({id: record.status for id, record in supervisor.records.items()})
         on_look(groups, looks)
         assert len(looks) < 5_000, "it does not end"
 
+    supervisor.said = said
     return supervisor.watch(show), supervisor, groups

@@ -168,7 +168,7 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
         "train needs Composer: run pip install '.[composer]'",
-        "launch_groups needs rich: run pip install '.[launch]'",
+        "launch_groups needs typer: run pip install '.[launch]'",
         "DiLoCoTrainerCallback needs transformers: run pip install '.[transformers]'",
     ], result.stderr
 

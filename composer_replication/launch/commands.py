@@ -18,18 +18,20 @@ import typer
 from typer.core import TyperCommand
 
 from composer_replication.arguments import descriptions
-from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 
 Config = Annotated[Path, typer.Argument()]
 OptionalConfig = Annotated[Path | None, typer.Argument()]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value")]
 Set = Annotated[list[str] | None, typer.Option(metavar="key=value")]
 Count = Annotated[int, typer.Option(min=1)]
+CommandLine = Annotated[list[str] | None, typer.Option(hidden=True)]
 OptionalCount = Annotated[int | None, typer.Option(min=1)]
 
 
 def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
     """Make a function, or a dataclass that acts when it is made, a command.
+
+    The integer that it returns is the exit status.
 
     Args:
         app: The application that gets the command.
@@ -41,19 +43,25 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
         signature, hints = inspect.signature(target), get_type_hints(target, include_extras=True)
         helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", descriptions(target), re.M))
         parameters = [
-            each.replace(annotation=_option(each.name, hints[each.name], helps.get(each.name)))
+            each.replace(annotation=_option(each.name, hints[each.name], helps[each.name]))
             for each in signature.parameters.values()
         ]
-        target.__signature__ = signature.replace(parameters=parameters)
+
+        def act(**given: Any) -> None:
+            status = target(**given)
+            if isinstance(status, int):
+                raise typer.Exit(status)
+
+        act.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
+        act.__annotations__ = {each.name: each.annotation for each in parameters}
         text = inspect.cleandoc(target.__doc__).partition("\n\nArgs:")[0]
-        return app.command(name, help=text, **settings)(target)
+        app.command(name or target.__name__, help=text, **settings)(act)
+        return target
 
     return add
 
 
-def _option(name: str, hint: Any, text: str | None) -> Any:
-    if text is None:  # typer.Context
-        return hint
+def _option(name: str, hint: Any, text: str) -> Any:
     kind, *given = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
     # Without a name typer would add a --no-... to a flag.
     names = [f"--{name.replace('_', '-')}"] if kind is bool else []
@@ -63,7 +71,7 @@ def _option(name: str, hint: Any, text: str | None) -> Any:
 
 
 class TakesCommand(TyperCommand):
-    """A command of ours that takes a command line of the user's after ``--``.
+    """A command of ours that takes a command line of the user's after ``--``, as ``CommandLine``.
 
     Click itself drops ``--`` and would take what follows for arguments of ours.
     """
@@ -71,19 +79,12 @@ class TakesCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         if "--" in args:
             first = args.index("--")
-            args, ctx.meta[_COMMAND] = args[:first], args[first + 1 :]
+            words = args[first + 1 :] or [""]  # no command at all is an error of ``check_command``
+            args = [*args[:first], *(f"--command={word}" for word in words)]
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:
         return [*super().collect_usage_pieces(ctx), "[-- COMMAND ...]"]
-
-
-_COMMAND = f"{__name__}.command"
-
-
-def command_after_dashes(context: typer.Context) -> list[str] | None:
-    """Return the user's command line; None if there is none."""
-    return context.meta.get(_COMMAND)
 
 
 @dataclass(kw_only=True)
@@ -98,9 +99,9 @@ class JobOptions:
         run_dir: The run's folder, of a command. Default: that of the settings, else a new one.
         resume: Continue the run in --run-dir; the command loads its state.
         nproc: Number of processes in each group. Default: 1, or as many as a command starts.
+        command: The command line after ``--``.
     """
 
-    context: typer.Context
     config: OptionalConfig = None
     overrides: Overrides = None
     settings: Path | None = None
@@ -108,39 +109,4 @@ class JobOptions:
     run_dir: Path | None = None
     resume: bool = False
     nproc: OptionalCount = None
-
-
-@dataclass(kw_only=True)
-class CoordinatorOptions:
-    """The options of the ``coordinator`` command: where it listens, and for which groups.
-
-    Args:
-        file: A YAML file: a config of ours or of llm-foundry, of which callbacks.diloco is read, or
-            one with settings alone. Default: the settings' defaults.
-        set: A setting in place of the file's, such as sync_every=50; can be repeated.
-        bind: Address of the service. The lighthouse uses the next port.
-        state_dir: Folder of the run's state.
-        new_settings: Serve other settings than before from the state folder. All groups have to be
-            stopped, and resume with the new ones.
-        token_file: File with the run's secret, or with two while it is being replaced. Default: the
-            environment's secret, else one is generated in the state folder.
-        no_token: Use no token: everybody who reaches the service can change the run.
-        replicas: Number of groups that a cold start waits for.
-        hostname: Name of this machine for the groups. Default: its host name.
-        heartbeat_timeout_s: A group counts as dead after this silence, in seconds.
-        ssl_certfile: Certificate (PEM) with which to serve HTTPS.
-        ssl_keyfile: Private key of the certificate.
-    """
-
-    file: Annotated[Path | None, typer.Argument()] = None
-    set: Set = None
-    bind: Annotated[str, typer.Option(metavar="ADDR:PORT")] = "[::]:29512"
-    state_dir: Path = Path("coordinator")
-    new_settings: bool = False
-    token_file: Path | None = None
-    no_token: bool = False
-    replicas: OptionalCount = None
-    hostname: str | None = None
-    heartbeat_timeout_s: Annotated[float, typer.Option(min=0.1)] = HEARTBEAT_TIMEOUT_S
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
+    command: CommandLine = None

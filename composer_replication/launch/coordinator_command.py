@@ -7,14 +7,17 @@ import os
 import secrets
 import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
+from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.fence import fence
-from composer_replication.launch.commands import CoordinatorOptions
+from composer_replication.launch.commands import OptionalCount, Set
 from composer_replication.launch.processes import POLL_S, Interrupts
 from composer_replication.options import TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback
@@ -32,62 +35,99 @@ TOKEN_FILE = "token"
 """Name of a generated token's file, in a coordinator's state folder or a launch's run folder."""
 
 
-def coordinate(options: CoordinatorOptions) -> None:
-    """Serve a coordinator until SIGTERM or Ctrl-C.
+@dataclass(kw_only=True)
+class CoordinatorCommand:
+    """Serve the run's settings to all replica groups, and host the lighthouse.
+
+    It ends with SIGTERM or Ctrl-C.
+
+    Args:
+        file: A YAML file: a config of ours or of llm-foundry, of which callbacks.diloco is read, or
+            one with settings alone. Default: the settings' defaults.
+        set: A setting in place of the file's, such as sync_every=50; can be repeated.
+        bind: Address of the service. The lighthouse uses the next port.
+        state_dir: Folder of the run's state.
+        new_settings: Serve other settings than before from the state folder. All groups have to be
+            stopped, and resume with the new ones.
+        token_file: File with the run's secret, or with two while it is being replaced. Default: the
+            environment's secret, else one is generated in the state folder.
+        no_token: Use no token: everybody who reaches the service can change the run.
+        replicas: Number of groups that a cold start waits for.
+        hostname: Name of this machine for the groups. Default: its host name.
+        heartbeat_timeout_s: A group counts as dead after this silence, in seconds.
+        ssl_certfile: Certificate (PEM) with which to serve HTTPS.
+        ssl_keyfile: Private key of the certificate.
 
     Raises:
         ConfigError: The settings or an option cannot be used.
         ValueError: Another process serves the state folder, or the folder belongs to another run.
         StorageError: The state cannot be read or written.
     """
-    config, source = load_settings(options.file, options.set or [])
-    bind, state_dir = options.bind, options.state_dir
-    tokens = choose_tokens(options.token_file, options.no_token, bind, state_dir)
-    settings, group = read_diloco(diloco_section(config))
-    count = options.replicas or group.num_replicas or 1
-    console = Console(highlight=False)
-    with Interrupts() as interrupts, ExitStack() as opened:
-        try:
-            coordinator = Coordinator(
-                settings,
-                source,
-                num_replicas=count,
-                min_replicas=group.min_replica_size,
-                digest_every=group.digest_every,
-                state_dir=state_dir,
-                bind=bind,
-                hostname=options.hostname,
-                tokens=tokens,
-                heartbeat_timeout_s=options.heartbeat_timeout_s,
-                model_section=config.get("model"),
-                ssl_certfile=options.ssl_certfile,
-                ssl_keyfile=options.ssl_keyfile,
-                all_start=options.new_settings,
-            )
-        except OSError as error:  # the address or the folder cannot be used
-            raise ConfigError(str(error)) from error
-        opened.callback(coordinator.shutdown)
-        lines = [
-            f"COMPOSER_REPLICATION_COORDINATOR={coordinator.address}  (for {count} replica groups)",
-            f"page: {coordinator.address}/",
-            f"lighthouse: {coordinator.lighthouse_addr}    state: {state_dir.absolute()}",
-            f"settings: {settings}  (from {source})",
-        ]
-        if left_out := ", ".join(config["left_out"]):
-            lines.append(f"left to the groups: {left_out}  (callbacks.diloco of {options.file})")
-        if not tokens:
-            who = "everybody who reaches this address"
-            lines.append(f"No token: {who} can change the run. Set {TOKEN}.")
-        for line in lines:
-            console.print(line, markup=False, soft_wrap=True)
-        while not interrupts.count and coordinator.is_serving:
-            time.sleep(POLL_S)
-    shown = read_json(state_dir / PAGE_DATA)
-    if shown:
-        with fence("the page of the run"):
-            report = {"written": shown["time"], "files": []}
-            page = write_report_html(state_dir, shown | {"report": report})
-            console.print(f"page: {page.absolute()}", markup=False, soft_wrap=True)
+
+    file: Annotated[Path | None, typer.Argument()] = None
+    set: Set = None
+    bind: Annotated[str, typer.Option(metavar="ADDR:PORT")] = "[::]:29512"
+    state_dir: Path = Path("coordinator")
+    new_settings: bool = False
+    token_file: Path | None = None
+    no_token: bool = False
+    replicas: OptionalCount = None
+    hostname: str | None = None
+    heartbeat_timeout_s: Annotated[float, typer.Option(min=0.1)] = HEARTBEAT_TIMEOUT_S
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+
+    def __post_init__(self) -> None:  # typer calls a command with its options
+        config, source = load_settings(self.file, self.set or [])
+        tokens = choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir)
+        settings, group = read_diloco(diloco_section(config))
+        count = self.replicas or group.num_replicas or 1
+        from composer_replication.coordinator.server import Coordinator
+
+        console = Console(highlight=False)
+        with Interrupts() as interrupts, ExitStack() as opened:
+            try:
+                coordinator = Coordinator(
+                    settings,
+                    source,
+                    num_replicas=count,
+                    min_replicas=group.min_replica_size,
+                    digest_every=group.digest_every,
+                    state_dir=self.state_dir,
+                    bind=self.bind,
+                    hostname=self.hostname,
+                    tokens=tokens,
+                    heartbeat_timeout_s=self.heartbeat_timeout_s,
+                    model_section=config.get("model"),
+                    ssl_certfile=self.ssl_certfile,
+                    ssl_keyfile=self.ssl_keyfile,
+                    all_start=self.new_settings,
+                )
+            except OSError as error:  # the address or the folder cannot be used
+                raise ConfigError(str(error)) from error
+            opened.callback(coordinator.shutdown)
+            address = coordinator.address
+            lines = [
+                f"COMPOSER_REPLICATION_COORDINATOR={address}  (for {count} replica groups)",
+                f"page: {address}/",
+                f"lighthouse: {coordinator.lighthouse_addr}    state: {self.state_dir.absolute()}",
+                f"settings: {settings}  (from {source})",
+            ]
+            if left_out := ", ".join(config["left_out"]):
+                lines.append(f"left to the groups: {left_out}  (callbacks.diloco of {self.file})")
+            if not tokens:
+                who = "everybody who reaches this address"
+                lines.append(f"No token: {who} can change the run. Set {TOKEN}.")
+            for line in lines:
+                console.print(line, markup=False, soft_wrap=True)
+            while not interrupts.count and coordinator.is_serving:
+                time.sleep(POLL_S)
+        shown = read_json(self.state_dir / PAGE_DATA)
+        if shown:
+            with fence("the page of the run"):
+                report = {"written": shown["time"], "files": []}
+                page = write_report_html(self.state_dir, shown | {"report": report})
+                console.print(f"page: {page.absolute()}", markup=False, soft_wrap=True)
 
 
 def choose_tokens(

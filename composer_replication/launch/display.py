@@ -20,7 +20,6 @@ from composer_replication.diloco.fence import fence
 from composer_replication.group.words import format_duration, plural
 from composer_replication.launch.group import Group
 from composer_replication.launch.live_run import LiveRun
-from composer_replication.settings import DiLoCoSettings
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0
@@ -160,15 +159,3 @@ def _row(group: Group) -> Iterator[Text | ProgressBar]:
     loss, left = group.status.get("loss"), group.seconds_left
     yield Text("-" if loss is None else f"{loss:.3f}")
     yield Text("-" if left is None else format_duration(left))
-
-
-def print_settings(console: Console, settings: DiLoCoSettings, source: str) -> None:
-    """Print those of a run's settings that differ from the defaults.
-
-    Args:
-        console: Where they are printed.
-        settings: The settings.
-        source: Where they are from.
-    """
-    text = f"Settings from {source}: {settings}"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -17,15 +17,17 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+import typer
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
 from composer_replication import __version__
 from composer_replication.arguments import in_yaml
+from composer_replication.launch.commands import OptionalConfig, Overrides
 from composer_replication.launch.output import FAILED
 from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.replica import addresses, lighthouse
@@ -73,18 +75,25 @@ class Job:
         return address is not None and not addresses.is_loopback(urlsplit(address).hostname or "")
 
 
-def doctor(config: Path | None, overrides: Sequence[str], **given: str | None) -> int:
-    """Check this machine, and a config if one is named, and print a table of what was found.
+def doctor(
+    config: OptionalConfig = None,
+    overrides: Overrides = None,
+    coordinator: Annotated[str | None, typer.Option(metavar="URL")] = None,
+    hostname: str | None = None,
+) -> int:
+    """Find what is wrong on this machine, on the way to the coordinator, or in a config.
 
     Args:
-        config: The YAML file.
-        overrides: Values to replace in it.
-        **given: Options of the group that beat those of config and environment, if not None.
+        config: A YAML file with callbacks.diloco.
+        overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
+        coordinator: The run's coordinator, if nothing else names it.
+        hostname: Name under which the others reach this machine.
 
     Returns:
         The exit status: 0, or 1 if there is an error.
     """
-    job, table = Job(config, overrides, given), Table("", "check", "found, and what to do")
+    given = {"coordinator_addr": coordinator, "hostname": hostname}
+    job, table = Job(config, overrides or [], given), Table("", "check", "found, and what to do")
     rows = [row for check in CHECKS for row in _tried(check.__name__[6:], check, job)]
     for state, name, text in rows:
         table.add_row(f"[{STYLES[state]}]{state}", name, text.replace("[", r"\["))

@@ -12,9 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.group.run_folder import CONFIG, log_path
-from composer_replication.launch.commands import JobOptions, command_after_dashes
+from composer_replication.launch.commands import JobOptions
 from composer_replication.options import HOSTNAME
 from composer_replication.training.config import (
     SECTION,
@@ -71,8 +70,7 @@ def job_of(options: JobOptions) -> Job:
     Raises:
         ConfigError: It names both or neither, or one of them cannot be used.
     """
-    command = command_after_dashes(options.context)
-    if command is None:
+    if not options.command:
         for_commands = ("settings", "set", "run_dir", "resume")
         given = [f"--{name}".replace("_", "-") for name in for_commands if getattr(options, name)]
         if given:
@@ -98,7 +96,7 @@ def job_of(options: JobOptions) -> Job:
             "FILE or --set key=value"
         )
     return command_job(
-        command,
+        options.command,
         options.settings,
         options.set or (),
         nproc=options.nproc,
@@ -170,13 +168,13 @@ def command_job(
     )
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Reject a command that cannot be started.
+def check_command(command: Sequence[str] | None) -> Sequence[str]:
+    """Return a command, if it can be started.
 
     Raises:
         ConfigError: It is empty, or its program does not exist or is not executable.
     """
-    if not command:
+    if not command or command == [""]:
         raise ConfigError("there is no command after --: write e.g. -- python train.py")
     if shutil.which(command[0]) is None:
         raise ConfigError(
@@ -188,6 +186,7 @@ def check_command(command: Sequence[str]) -> None:
         raise ConfigError(
             f"there is no script {script!r} here, as {' '.join(command)!r} needs it: give its path"
         )
+    return command
 
 
 def _script_of(command: Sequence[str]) -> str | None:
@@ -295,7 +294,7 @@ def group_environment(
 
 
 def environment(
-    replica_id: int, replicas: int, nproc: int | None, coordinator: Coordinator
+    replica_id: int, replicas: int, nproc: int | None, coordinator: Any
 ) -> dict[str, str]:
     """The environment variables of one of several replica groups on this machine.
 

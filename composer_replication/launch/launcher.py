@@ -1,32 +1,37 @@
-"""Runs n replica groups, a coordinator and a lighthouse on this machine, and ends all of them."""
+"""Runs replica groups on this machine: one alone, or n with a coordinator and a lighthouse.
+
+It starts them, starts again those that die, and leaves no process behind.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 import secrets
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
-from composer_replication.coordinator.server import Coordinator
-from composer_replication.group.run_folder import CONFIG, make_run_folder
-from composer_replication.launch.coordinator_command import (
-    TOKEN_FILE,
-    write_token_file,
-)
-from composer_replication.launch.display import Display, print_settings
+from composer_replication.group.run_folder import CONFIG, log_path, make_run_folder
+from composer_replication.launch.commands import CommandLine, OptionalCount
+from composer_replication.launch.coordinator_command import TOKEN_FILE, write_token_file
+from composer_replication.launch.display import Display
 from composer_replication.launch.job import (
     Job,
+    check_command,
     check_launch,
     environment,
     group_command,
     group_environment,
+    without_ranks,
 )
 from composer_replication.launch.live_run import LiveRun
 from composer_replication.launch.outcome import (
@@ -37,16 +42,31 @@ from composer_replication.launch.outcome import (
 )
 from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.page_record import RunRecord
-from composer_replication.launch.processes import Interrupts, ReplicaGroups
+from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import (
+    FIRST_PAUSE_S,
     MAX_RESTARTS,
     SUPERVISED_HANG_TIMEOUT_S,
     Supervisor,
 )
-from composer_replication.options import TOKEN, ReplicaEnv
+from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, check_replica_id
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import diloco_section, read_diloco, save_config
+from composer_replication.training.config import (
+    ConfigError,
+    diloco_section,
+    read_diloco,
+    save_config,
+)
+
+log = logging.getLogger(__name__)
+
+ENGINES = {
+    "SLURM_ARRAY_TASK_ID": "an array job of Slurm",
+    "JOB_COMPLETION_INDEX": "an Indexed Job of Kubernetes",
+    "TORCHX_REPLICA_IDX": "torchx",
+}
+"""Variables in which engines number what they start, and the engines."""
 
 START_RETRIES = 2
 """How often a command that fails before it has joined is started again.
@@ -73,7 +93,7 @@ def launch_groups(
     straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
     hang_timeout_s: float = SUPERVISED_HANG_TIMEOUT_S,
     on_poll: Callable[[Supervisor], object] | None = None,
-    make_coordinator: Callable[..., Any] = Coordinator,
+    make_coordinator: Callable[..., Any] | None = None,
 ) -> int:
     """Train in several replica groups on this machine, and print the result.
 
@@ -87,7 +107,7 @@ def launch_groups(
         hang_timeout_s: Seconds without any progress after which a group ends itself, to be started
             again. The callback's ``hang_timeout_s`` has precedence.
         on_poll: Is called several times a second while the groups run.
-        make_coordinator: ``Coordinator``, or a replacement for it.
+        make_coordinator: A replacement for ``Coordinator``.
 
     Returns:
         An exit status: 0, 1 if the run failed, 2 if a group has rejected its input, 130 if the run
@@ -98,17 +118,21 @@ def launch_groups(
         ValueError: The run's folder cannot be used. Nothing has been started.
     """
     check_launch(job, replicas)
+    from composer_replication.coordinator.server import Coordinator
+
     run_dir = make_run_folder(job.config, job.name)
-    config = job.config | {"run_dir": str(run_dir)}
+    config: dict[str, Any] = job.config | {"run_dir": str(run_dir)}
     save_config(config, run_dir / CONFIG)
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
     settings, group = read_diloco(diloco_section(config))
-    print_settings(console, settings, job.source)
+    text = f"Settings from {job.source}: {settings}"
+    console.print(text, markup=False, soft_wrap=True)
     began = time.monotonic()
     tokens_of_env = ReplicaEnv.from_env().tokens
     tokens = tokens_of_env or (secrets.token_hex(16),)
-    coordinator = make_coordinator(
+    start_coordinator = make_coordinator or Coordinator
+    coordinator = start_coordinator(
         settings,
         job.source,
         num_replicas=replicas,
@@ -142,6 +166,7 @@ def launch_groups(
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 
+        display = Display(console, LiveRun(run_dir, range(replicas)))
         supervisor = Supervisor(
             groups,
             Run(run_dir, range(replicas)),
@@ -150,21 +175,12 @@ def launch_groups(
             max_restarts,
             start_retries=min(START_RETRIES, max_restarts) if job.is_own else 0,
             start_timeout_s=group.start_timeout_s if job.is_own else math.inf,
+            say=display.say,
         )
         for replica_id in range(replicas):
             start(replica_id)
-        display = Display(console, LiveRun(run_dir, range(replicas)))
-
-        def show() -> None:
-            for line in supervisor.new_ends():
-                display.say(line)
-            if on_poll is not None:
-                on_poll(supervisor)
-            if text := supervisor.late_start():
-                console.print(text, style="red", markup=False, soft_wrap=True)
-
         with display:
-            failed = supervisor.watch(show)
+            failed = supervisor.watch(on_poll)
         explain_failures(run_dir, failed, supervisor)
         if interrupts.count:
             console.print("Stopping the groups; Ctrl-C again kills them at once")
@@ -186,3 +202,98 @@ def token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
         return f"#token={token}"
     write_token_file(run_dir / TOKEN_FILE, token)
     return f"  (it asks for the token in {run_dir / TOKEN_FILE})"
+
+
+def run_group(
+    command: CommandLine = None,
+    *,
+    restarts: Annotated[int, typer.Option(min=0)] = 10,
+    backoff_s: Annotated[float, typer.Option("--backoff")] = FIRST_PAUSE_S,
+    nproc: OptionalCount = None,
+    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S,
+    run_dir: Path | None = None,
+) -> int:
+    """Run the command after -- as one replica group of a run, and start it again when it dies.
+
+    What it prints goes where this process's own output goes. SIGTERM and Ctrl-C end the group.
+
+    Args:
+        command: The command line. ``{replica_id}`` and ``{run_dir}`` in it are replaced.
+        restarts: Most restarts in a row without a sync.
+        backoff_s: Seconds before the first restart; each in a row waits twice as long.
+        nproc: Number of processes in the group. Default: as many as the command starts.
+        hang_timeout_s: The group ends itself after this time without progress, in seconds.
+        run_dir: The run's folder. Default: COMPOSER_REPLICATION_RUN_DIR, else a temporary one.
+
+    Returns:
+        The exit status of the command's last end; 128 and the signal's number if one ended it, and
+        130 if this process was interrupted.
+
+    Raises:
+        ConfigError: There is no such command, or the group has no id.
+    """
+    words = check_command(command)
+    environ = ReplicaEnv.from_env()
+    replica_id = replica_id_from(os.environ)
+    with ExitStack() as opened:
+        folder = run_dir or environ.run_dir
+        if folder is None:
+            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="replica-group-"))
+            log.warning(
+                "No run folder is named, so the metrics are in %s and vanish at the end: use "
+                "--run-dir or COMPOSER_REPLICATION_RUN_DIR",
+                folder,
+            )
+        folder = Path(folder).absolute()
+        log_path(folder, replica_id).parent.mkdir(parents=True, exist_ok=True)
+        interrupts = opened.enter_context(Interrupts())
+        groups = opened.enter_context(ReplicaGroups(folder, interrupts, forwards=True))
+        # A command that starts its own ranks may need what an engine says about its nodes.
+        inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
+        variables = inherited | group_environment(replica_id, folder, hang_timeout_s)
+
+        def start(replica_id: ReplicaId) -> None:
+            groups.start(replica_id, group_command(words, nproc, folder, replica_id), variables)
+
+        supervisor = Supervisor(
+            groups,
+            Run(folder, [replica_id]),
+            start,
+            [replica_id],
+            restarts,
+            start_retries=sys.maxsize,  # the coordinator may not be there yet
+            first_pause_s=backoff_s,
+            start_timeout_s=ReplicaOptions.start_timeout_s,
+            say=lambda text: log.warning("Replica %s", text.removeprefix("Replica ")),
+        )
+        supervisor.begin(replica_id)  # the folder may have the status of an earlier process
+        start(replica_id)
+        failed = supervisor.watch()
+    status = failed.get(replica_id, INTERRUPTED if interrupts.count else 0)
+    return 128 - status if status < 0 else status
+
+
+def replica_id_from(environ: Mapping[str, str]) -> str:
+    """Return this group's id: ``REPLICA_GROUP_ID``, else the number that an engine has given it.
+
+    Args:
+        environ: The environment.
+
+    Raises:
+        ConfigError: None is set, or two engines' numbers differ.
+        ValueError: The id cannot be a group's name.
+    """
+    own = environ.get("REPLICA_GROUP_ID")
+    found = {name: environ[name] for name in ENGINES if environ.get(name)}
+    if not own and not found:
+        engines = ", ".join(f"{name} of {engine}" for name, engine in ENGINES.items())
+        raise ConfigError(
+            "which replica group is this? Set REPLICA_GROUP_ID to 0, 1, ..., different in each "
+            f"group. Without it one of these is taken, and none is set: {engines}"
+        )
+    if not own and len(set(found.values())) > 1:
+        each = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ConfigError(f"{each}: which of them is the replica group? Set REPLICA_GROUP_ID")
+    replica_id = own or next(iter(found.values()))
+    check_replica_id(replica_id)
+    return replica_id

@@ -104,6 +104,8 @@ class Supervisor:
             again nevertheless, because the reason may be outside of it.
         first_pause_s: Seconds before the first restart; each in a row waits twice as long.
         start_timeout_s: Seconds that the groups have to join, if they may lack the callback.
+        say: Gets a line for each early end of a group with what follows from it, and once, after
+            ``start_timeout_s``, a line about those that have not joined.
     """
 
     groups: ReplicaGroups
@@ -114,18 +116,18 @@ class Supervisor:
     start_retries: int = 0
     first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
     start_timeout_s: float = math.inf
+    say: Callable[[str], object] = print
     records: dict[Any, GroupRecord] = field(init=False)
 
     def __post_init__(self) -> None:
         self.records = {replica_id: GroupRecord() for replica_id in self.ids}
-        self._ends: list[str] = []
         self._join_by = time.monotonic() + self.start_timeout_s
 
-    def watch(self, show: Callable[[], None]) -> dict[Any, int]:
+    def watch(self, on_poll: Callable[[Supervisor], object] | None = None) -> dict[Any, int]:
         """Watch the groups until the end.
 
         Args:
-            show: Called several times a second until the end.
+            on_poll: Called several times a second until the end.
 
         Returns:
             The exit statuses of the groups that failed for good; empty if none did.
@@ -137,28 +139,25 @@ class Supervisor:
             have_ended = all(record.end for record in self.records.values())
             if failed or have_ended or self.groups.interrupts.count:
                 return failed
-            show()
+            self._say_who_is_late()
+            if on_poll is not None:
+                on_poll(self)
             time.sleep(POLL_S)
 
     def begin(self, replica_id: ReplicaId) -> None:
         """Forget what an earlier process of a group has reported."""
         self._enter(replica_id, "starting")
 
-    def new_ends(self) -> list[str]:
-        """Describe each early end of a group since the last call, and what follows from it."""
-        lines, self._ends = self._ends, []
-        return lines
-
     @fence("which groups have not joined")
-    def late_start(self) -> str | None:
-        """Say once, after ``start_timeout_s``, which groups have not joined, and why perhaps."""
+    def _say_who_is_late(self) -> None:
         if time.monotonic() < self._join_by:
-            return None
+            return
         self._join_by = math.inf
-        missing = ", ".join(str(id) for id in self.ids if not self._group(id).has_joined)
-        after = f"after {plural(round(self.start_timeout_s), 'second')}"
-        text = f"Replica group {missing} has not joined {after}. {MISSING_CALLBACK}"
-        return text if missing else None
+        # After a death its own errors say more.
+        ids = [id for id, record in self.records.items() if not record.deaths]
+        if missing := ", ".join(str(id) for id in ids if not self._group(id).has_joined):
+            after = f"after {plural(round(self.start_timeout_s), 'second')}"
+            self.say(f"Replica group {missing} has not joined {after}. {MISSING_CALLBACK}")
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -196,7 +195,7 @@ class Supervisor:
             record.in_a_row = 0
         if self._has_nobody_to_join(replica_id):
             self._end(replica_id, 1, NOT_BACK)
-            self._ends.append(f"{end}; it is too late to join the others again")
+            self.say(f"{end}; it is too late to join the others again")
             return
         # What was accepted once may be rejected for a reason that passes, such as a host name that
         # does not resolve while the machine starts.
@@ -211,13 +210,13 @@ class Supervisor:
             others_train = record.restarts > 0 and any(map(self.is_training, self.records))
             self._end(replica_id, status, LEFT_OUT if others_train else FAILED)
             then = "; the others go on without it" if others_train else ", and is not started again"
-            self._ends.append(end + then)
+            self.say(end + then)
             return
         pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
         self._enter(replica_id, RESTARTING, restart_at=time.time() + pause_s)
         restart = f"restart {record.in_a_row + 1} of {self.max_restarts}"
-        self._ends.append(f"{end}, starts again in {pause_s:.0f} s ({restart})")
+        self.say(f"{end}, starts again in {pause_s:.0f} s ({restart})")
 
     def _has_failed_to_start(self, replica_id: ReplicaId, status: int) -> bool:
         """Whether a group ended with an error of its own before it joined, in its first process.

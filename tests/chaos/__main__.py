@@ -20,7 +20,6 @@ from composer_replication.launch.commands import (
     JobOptions,
     TakesCommand,
     command,
-    command_after_dashes,
 )
 from composer_replication.launch.job import job_of
 from composer_replication.launch.output import quiet_others, report_error
@@ -58,7 +57,7 @@ class ChaosCommand(JobOptions):
     recovery_s: float = RECOVERY_S
 
     def __post_init__(self) -> None:  # typer calls a command with its options
-        if self.config is None and command_after_dashes(self.context) is None:
+        if self.config is None and not self.command:
             self.config = Path("configs/quickstart.yaml")
         status = run_chaos(
             job_of(self),

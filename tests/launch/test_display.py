@@ -17,11 +17,10 @@ from rich.text import Text
 
 from composer_replication.diloco import fence
 from composer_replication.launch import display as display_module
-from composer_replication.launch.display import Display, live_table, print_settings
+from composer_replication.launch.display import Display, live_table
 from composer_replication.launch.live_run import LiveRun
 from composer_replication.launch.outcome import print_rows
 from composer_replication.launch.output import CurrentStderr
-from composer_replication.settings import DiLoCoSettings
 
 
 @pytest.fixture
@@ -190,10 +189,3 @@ def test_different_parameters_are_red(tmp_path):
         write_group(tmp_path, i, syncs=[sync_line(2, digest=digest)])
     *_, last = live_table(run_of(tmp_path, 2), 24).renderables
     assert "DIFFER" in str(last) and "red" in str(last.style)
-
-
-def test_the_settings_are_one_line():
-    console = Console(file=io.StringIO(), width=80)
-    print_settings(console, DiLoCoSettings(sync_every=24), "tiny.yaml")
-    (line,) = lines_of(console)
-    assert line == "Settings from tiny.yaml: sync_every=24"

@@ -7,7 +7,6 @@ Faked: the cores and GPUs of the machine, by what names them; the coordinator's 
 import json
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 from scripted_groups import supervise
@@ -66,9 +65,8 @@ def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
 
 
 def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
-    context = SimpleNamespace(meta={f"{JobOptions.__module__}.command": ["true"]})
     given = {"set": ["sync_every=3"], "run_dir": tmp_path, "resume": True, "nproc": 2}
-    job = job_of(JobOptions(context=context, **given))
+    job = job_of(JobOptions(command=["true"], **given))
     assert job.config["callbacks"] == {"diloco": {"sync_every": 3}}
     assert job.config["run_dir"] == str(tmp_path) and job.config["autoresume"] is True
     assert job.nproc == 2 and job.source == "--set sync_every=3"
@@ -80,12 +78,14 @@ def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path):
         (tmp_path / f"replica_{replica_id}" / STATUS).write_text(json.dumps(status))
 
     def said(timeout_s):
-        groups = dict.fromkeys(range(3), [0])
-        _, supervisor, _ = supervise(tmp_path, groups, start_timeout_s=timeout_s)
-        return [supervisor.late_start(), supervisor.late_start()]
+        def finish(groups, looks):
+            groups.lives = dict.fromkeys(range(3), [0 if len(looks) > 1 else None])
+
+        lives = dict.fromkeys(range(3), [None])
+        return supervise(tmp_path, lives, on_look=finish, start_timeout_s=timeout_s)[1].said
 
     text = f"Replica group 1, 2 has not joined after 0 seconds. {MISSING_CALLBACK}"
-    assert said(0.0) == [text, None] and said(60.0) == [None, None]
+    assert said(0.0) == [text] and said(60.0) == []
 
 
 @pytest.mark.integration

@@ -16,7 +16,7 @@ import time
 import psutil
 import pytest
 
-from composer_replication.launch.run_command import ENGINES, replica_id_from, run_group
+from composer_replication.launch.launcher import ENGINES, replica_id_from, run_group
 from composer_replication.training.config import ConfigError
 
 ARGUMENTS = {"restarts": 3, "backoff_s": 0.01, "hang_timeout_s": 15.0}

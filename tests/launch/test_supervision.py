@@ -105,7 +105,7 @@ def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tm
     assert failed == {} and supervisor.records[1].end == supervision.LEFT_OUT
     assert groups.started == [1] * (len(lives) - 1) and supervisor.records[0].status == 0
     last = f"group 1 ended with exit status {lives[-1]}; the others go on without it"
-    assert supervisor.new_ends()[-1] == last
+    assert supervisor.said[-1] == last
 
 
 def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp_path):
@@ -113,7 +113,7 @@ def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp
     failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -7]})
     assert failed == {1: -7}
     assert groups.started == [1, 1, 1]
-    assert supervisor.new_ends()[-1] == "group 1 was ended by SIGBUS, and is not started again"
+    assert supervisor.said[-1] == "group 1 was ended by SIGBUS, and is not started again"
 
 
 def test_a_sync_in_between_starts_the_count_anew(tmp_path):
@@ -187,7 +187,7 @@ def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
     failed, supervisor, groups = supervise(tmp_path, {0: [0], 1: [-9]})
     assert failed == {} and groups.started == []
     assert supervisor.records[1].end == supervision.NOT_BACK
-    (said,) = supervisor.new_ends()
+    (said,) = supervisor.said
     assert said == "group 1 was ended by SIGKILL; it is too late to join the others again"
 
 
@@ -242,5 +242,4 @@ def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):
     )
     line = "group 1 was ended by SIGKILL, starts again in 0 s (restart 1 of 3)"
     again = "group 1 ended with exit status 1, starts again in 0 s (restart 2 of 3)"
-    assert supervisor.new_ends() == [line, again] and len(line) < 80
-    assert supervisor.new_ends() == []
+    assert supervisor.said == [line, again] and len(line) < 80
