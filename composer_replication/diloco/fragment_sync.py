@@ -19,7 +19,6 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
-from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import (
     DiLoCoManager,
@@ -107,9 +106,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self._paces: deque[float] = deque(maxlen=USUAL)
         self.total_contribution = 0.0
         self.committed = False
-        self.synced_samples = SyncedSamples(0, 0, 0)
-        """How much of this group's samples will be in the model once the last sync that it sent has
-        committed."""
 
     # ---- a sync, in the order of torchft ---------------------------------------------------------
 
@@ -168,11 +164,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
         # The table is sent first, because a quantized mean sends more messages after the first ones
         # have arrived, and all groups must start their collectives in one order. It is awaited
         # last.
-        self.synced_samples = self._state.ledger.send(
-            self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
+        packed = self.unsynced.packed
+        samples = self._state.ledger.send(
+            self.fragment_id, packed.position, self.mean.contribution > 0
         )
         self._copies_first = True
-        table = self._peer_table.send(self)
+        table = self._peer_table.send(
+            self.mean, self._vitals(), samples, packed.is_replacing, self._leave_out
+        )
         manager = cast(DiLoCoManager, self._manager)
         means = []
         if not self._has_too_few:
@@ -182,7 +181,14 @@ class FragmentSync(_StreamingDiLoCoFragment):
                 means += self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
-    def leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
+    def _vitals(self) -> Vitals:
+        mean = self.mean
+        if not mean.contribution:  # the norm may not be finite, which no row may have
+            return Vitals()
+        steps, usual_pace = self.unsynced.packed.inner_steps, max(self._paces, default=math.nan)
+        return Vitals(mean.contribution, mean.norm, math.nan, mean.sent_norm, steps, usual_pace)
+
+    def _leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
 
         It is a collective of the group's ranks, each of which has seen a part of the messages.
@@ -205,11 +211,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
             kept = {rank: group for rank, group in sound.items() if rank not in left_out}
             self.mean.sum_sound(manager, kept)
         return left_out
-
-    @property
-    def usual_pace(self) -> float:
-        """The largest norm per inner step in the last syncs of this fragment; NaN before one."""
-        return max(self._paces, default=math.nan)
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""

@@ -70,13 +70,13 @@ class OuterLoop:
         self._settings = settings
         self._arguments = arguments
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
-        self.fragments: list[FragmentSync] = []
         self.round_length = RoundLength(settings)
-        self.peer_table = PeerTable(manager, state, self.fragments, arguments.digest_every)
-        self.fragments += (
+        count, digest_every = len(global_parameters), arguments.digest_every
+        self.peer_table = PeerTable(manager, state, count, digest_every)
+        self.fragments = [
             FragmentSync(manager, index, globals_, arguments, settings, state, self.peer_table)
             for index, globals_ in enumerate(global_parameters)
-        )
+        ]
         self.in_flight: FragmentSync | None = None
         self._sick_in_a_row = self._steps_lost = self._synced_at = 0
         self._is_idle = self._must_settle = self._has_doubts = False
@@ -121,6 +121,9 @@ class OuterLoop:
             raise
         if self.in_flight is None:
             self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
+        others = (each for each in self.fragments if each is not self.in_flight)
+        table = self.peer_table
+        table.has_more = table.is_training or any(each.unsynced.has_more for each in others)
         self.in_flight.prepare_sync()
 
     def perform_sync(self) -> bool:

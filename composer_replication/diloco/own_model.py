@@ -22,7 +22,7 @@ from composer_replication.diloco.fragments import (
 )
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
-from composer_replication.diloco.peer_row import ROW
+from composer_replication.diloco.peer_table import ROW
 from composer_replication.diloco.shards import HostRanks, Shards, count_shards
 from composer_replication.settings import TENSORS, DiLoCoSettings
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple, get_type_hints
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -17,10 +18,8 @@ from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals, beyond_all_others
-from composer_replication.diloco.peer_row import PeerRow, as_number
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
-from composer_replication.diloco.unsynced import Unsynced
+from composer_replication.diloco.torchft_api import DiLoCoManager, Then, gathers
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +32,106 @@ class DivergenceError(RuntimeError):
     """
 
 
-class Syncing(Protocol):
-    """What the table needs of a fragment."""
+LeaveOut = Callable[[Mapping[int, Vitals]], set[int]]
+"""Takes the metrics of the groups whose rows are valid, by rank, and returns the ranks left out."""
 
-    device: torch.device
-    mean: WeightedMean
-    synced_samples: SyncedSamples
-    """How much of this group's samples is in the model once the sync has committed."""
-    unsynced: Unsynced
+CHECKSUM_BYTES = 4
 
-    @property
-    def usual_pace(self) -> float: ...
 
-    def leave_out(self, sound: Mapping[int, Vitals]) -> set[int]: ...
+class PeerRow(NamedTuple):
+    """What one replica group reports to the others beside a sync.
+
+    A row is sent as bytes, each field in the type that ``_TYPES`` has for its annotation. A further
+    number needs a field here, or in ``Vitals``, and nothing else.
+
+    Attributes:
+        has_more: Whether it still trains, or has steps that are not in the global parameters yet.
+        is_joining: Whether it joins with this sync and contributes nothing.
+        was_healed: Whether it has taken over the global state since its last sync.
+        is_replacing: Whether its local parameters are to become the global ones, see
+            ``DiLoCo.make_local_global``.
+        outer_step: Its outer step.
+        vitals: Its contribution, norm and pace in this sync.
+        samples: How much of its sample stream is in the model once this sync has committed.
+        batches: 60 bits of the digest of its first batches, as a number above 0, at its first
+            sync; else 0.
+        digests: 60 bits of the digest of each fragment's global parameters; zeros where none is
+            due.
+    """
+
+    has_more: bool
+    is_joining: bool
+    was_healed: bool
+    is_replacing: bool
+    outer_step: int
+    vitals: Vitals
+    samples: SyncedSamples
+    batches: int
+    digests: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        """The row as bytes, with a checksum. They are never all zeros, as an empty row is."""
+        row = np.array(tuple(self), _dtype(PeerRow, len(self.digests))).tobytes()
+        return row + _checksum(row)
+
+    @classmethod
+    def decode(cls, sent: bytes, num_digests: int) -> PeerRow:
+        """Return the row that ``encode`` has turned into these bytes.
+
+        Raises:
+            ValueError: The bytes are damaged, or a number is negative or not finite.
+        """
+        row = sent[:-CHECKSUM_BYTES]
+        if sent != row + _checksum(row):
+            raise ValueError("its row in the peer table is damaged")
+        sent_row = cls(*np.frombuffer(row, _dtype(cls, num_digests))[0].item())
+        decoded = sent_row._replace(
+            vitals=Vitals(*sent_row.vitals),
+            samples=SyncedSamples(*sent_row.samples),
+            digests=tuple(map(int, sent_row.digests)),
+        )
+        if odd := ", ".join(_odd(decoded)):
+            raise ValueError(f"its row in the peer table has {odd}")
+        return decoded
+
+
+_TYPES: dict[Any, Any] = {bool: "?", int: "<i8", float: "<f4"}
+
+
+def _dtype(kind: Any, num_digests: int = 0) -> np.dtype:
+    """The fields of a NamedTuple with their types, in their order and without gaps."""
+    types = _TYPES | {tuple[int, ...]: ("<i8", (num_digests,))}
+    hints = get_type_hints(kind).items()
+    return np.dtype(
+        [(name, types[hint] if hint in types else _dtype(hint)) for name, hint in hints]
+    )
+
+
+ROW = _dtype(PeerRow).itemsize
+"""Bytes of a row without digests and checksum."""
+
+
+def _odd(part: Any) -> Iterator[str]:
+    """Yield the numbers that no group can have: those that are negative or not finite.
+
+    Fields whose default is NaN may be NaN: the group does not know them.
+    """
+    for name, value in part._asdict().items():
+        may_be_nan = math.isnan(part._field_defaults.get(name, 0.0))
+        if hasattr(value, "_fields"):
+            yield from _odd(value)
+        elif not all(0 <= n < math.inf or (may_be_nan and n != n) for n in np.atleast_1d(value)):
+            yield f"{name}={value}"
+
+
+def _checksum(row: bytes) -> bytes:
+    """A CRC-32 of a row's bytes, to find bits that flipped on the way."""
+    return zlib.crc32(row).to_bytes(CHECKSUM_BYTES, "little")
+
+
+def as_number(digest: str) -> int:
+    """60 bits of a digest in hex, as a number above 0."""
+    return int(digest[:15], 16) + 1
 
 
 class PeerTable:
@@ -69,11 +155,12 @@ class PeerTable:
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state.
-        fragments: All fragments of the model.
+        num_fragments: How many fragments the model has.
         digest_every: Every how many outer steps the digests are compared; 0 for never.
 
     Attributes:
         is_training: Whether this group still trains. The outer loop sets it.
+        has_more: Whether it does, or has steps of other fragments to send; likewise.
         is_joining: Whether this group obtains the global state, and contributes nothing.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
         is_over: Whether no group of the last sync trains or has anything to send.
@@ -92,14 +179,15 @@ class PeerTable:
         self,
         manager: DiLoCoManager,
         state: GlobalState,
-        fragments: Sequence[Syncing],
+        num_fragments: int,
         digest_every: int,
     ) -> None:
         self._manager = manager
         self._state = state
-        self._fragments = fragments
+        self._num_fragments = num_fragments
         self._digest_every = digest_every
-        self.is_training, self.is_joining = True, False
+        self.is_training = self.has_more = True
+        self.is_joining = False
         self.step_s = math.nan
         self.is_over = self.are_all_joining = self.is_replacing = self.has_doubts = False
         self.synced_samples: list[SyncedSamples] = []
@@ -107,53 +195,58 @@ class PeerTable:
         self.first_batches: list[str] | None = []
         self.equal_samples: tuple[str, ...] = ()
 
-    def send(self, fragment: Syncing) -> PeerTableWork:
-        """Start the table's exchange, for the sync of a fragment."""
-        rows, rank = self._manager.num_participants(), self._manager.participating_rank()
+    def send(
+        self,
+        mean: WeightedMean,
+        vitals: Vitals,
+        samples: SyncedSamples,
+        is_replacing: bool,
+        leave_out: LeaveOut,
+    ) -> Then:
+        """Start the table's exchange, for the sync of a fragment.
+
+        Args:
+            mean: What the fragment sends. Its sum is checked against the table.
+            vitals: This group's metrics; ``step_s`` is added here.
+            samples: See ``PeerRow``.
+            is_replacing: See ``PeerRow``.
+            leave_out: Called if messages are gathered, and not summed.
+
+        Returns:
+            The last Work of the sync, so that the table is read before the vote.
+        """
+        digests = [0] * self._num_fragments
+        if self._digest_is_due():
+            digests = [as_number(digest) for digest in self._state.fragment_digests()]
+        batches = self.first_batches if vitals.contribution else None
+        row = PeerRow(
+            has_more=self.has_more,
+            is_joining=self.is_joining,
+            was_healed=self._state.was_healed,
+            is_replacing=is_replacing,
+            outer_step=self._state.outer_step,
+            vitals=vitals._replace(step_s=self.step_s),
+            samples=samples,
+            batches=as_number(digest_of(batches)) if batches and all(batches) else 0,
+            digests=tuple(digests),
+        )
+        rank = self._manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        row = bytearray(self._own_row(fragment).encode())
-        own = torch.frombuffer(row, dtype=torch.uint8).to(fragment.device)
-        table = own.new_zeros(rows, own.numel())
+        own = torch.frombuffer(bytearray(row.encode()), dtype=torch.uint8).to(mean.device)
+        table = own.new_zeros(self._manager.num_participants(), own.numel())
         if hasattr(self._manager, "all_gather"):  # no group can write into another's row
             work = self._manager.all_gather(table.view(-1), own)
         else:
             table[rank] = own
             work = self._manager.allreduce(table, reduce_op=ReduceOp.SUM)  # pyright: ignore
-        return PeerTableWork(self, fragment, work, table)
-
-    def _own_row(self, fragment: Syncing) -> PeerRow:
-        others = (other for other in self._fragments if other is not fragment)
-        digests = [0] * len(self._fragments)
-        if self._digest_is_due():
-            digests = [as_number(digest) for digest in self._state.fragment_digests()]
-        mean = fragment.mean
-        batches = self.first_batches if mean.contribution else None
-        packed, vitals = fragment.unsynced.packed, Vitals(step_s=self.step_s)
-        if mean.contribution:  # otherwise the norm may not be finite, which no row may have
-            sent = mean.contribution, mean.norm, self.step_s, mean.sent_norm
-            vitals = Vitals(*sent, packed.inner_steps, fragment.usual_pace)
-        return PeerRow(
-            has_more=self.is_training or any(other.unsynced.has_more for other in others),
-            is_joining=self.is_joining,
-            was_healed=self._state.was_healed,
-            is_replacing=packed.is_replacing,
-            outer_step=self._state.outer_step,
-            vitals=vitals,
-            samples=fragment.synced_samples,
-            batches=as_number(digest_of(batches)) if batches and all(batches) else 0,
-            digests=tuple(digests),
-        )
+        return Then(work, lambda: self._read(table, mean, leave_out))
 
     def _digest_is_due(self) -> bool:
         by_count = self._state.digest_is_due(self._digest_every)
         return by_count or self._state.compare_next or self._state.was_healed
 
-    def read(self, table: Tensor, fragment: Syncing) -> None:
+    def _read(self, table: Tensor, mean: WeightedMean, leave_out: LeaveOut) -> None:
         """Check the finished table and the mean, and keep what they say.
-
-        Args:
-            table: uint8 of shape (groups in the quorum, bytes of a row).
-            fragment: The fragment of this sync.
 
         Raises:
             DivergenceError: This group holds other global parameters than most groups, or there is
@@ -166,7 +259,7 @@ class PeerTable:
             # An average may be far from the global parameters, and is no error.
             if not any(row.is_replacing for row in rows.values()):
                 faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
-        left_out = self._leave_out(fragment, rows, faults)
+        left_out = self._judge(mean, leave_out, rows, faults)
         if self._manager.errored():
             return
         self.is_over = not any(row.has_more for row in rows.values())
@@ -200,7 +293,7 @@ class PeerTable:
         present = int(table.any(dim=1).sum())
         for rank, row in enumerate(table if present == len(table) else ()):
             try:
-                rows[rank] = PeerRow.decode(row.numpy().tobytes(), len(self._fragments))
+                rows[rank] = PeerRow.decode(row.numpy().tobytes(), self._num_fragments)
             except ValueError as error:
                 faults[rank] = str(error)
         if not rows:
@@ -212,14 +305,18 @@ class PeerTable:
             )
         return rows, faults
 
-    def _leave_out(
-        self, fragment: Syncing, rows: Mapping[int, PeerRow], faults: Mapping[int, str]
+    def _judge(
+        self,
+        mean: WeightedMean,
+        leave_out: LeaveOut,
+        rows: Mapping[int, PeerRow],
+        faults: Mapping[int, str],
     ) -> Collection[int]:
         """Return the groups that this sync leaves out. If it has to be repeated, it fails."""
         sound = {rank: row.vitals for rank, row in rows.items() if rank not in faults}
         names = self._names
         if gathers(self._manager):
-            left_out = fragment.leave_out(sound)
+            left_out = leave_out(sound)
             for rank in left_out:
                 what = f"replica group {names[rank]}, which takes over the global parameters"
                 why = faults.get(rank, "its messages are not what it says of them")
@@ -228,7 +325,7 @@ class PeerTable:
             return left_out
         if not self._manager.errored() and len(names) >= max(2, self._manager._min_replica_size):
             doubts = [f"replica group {names[rank]}: {fault}" for rank, fault in faults.items()]
-            if doubt := ", ".join(doubts) or fragment.mean.doubt(sound.values()):
+            if doubt := ", ".join(doubts) or mean.doubt(sound.values()):
                 self.has_doubts = True
                 self._manager.report_error(ConnectionError(f"what arrived is not sound ({doubt})"))
         return ()
@@ -236,7 +333,7 @@ class PeerTable:
     def _check_agreement(self, rows: Mapping[int, PeerRow]) -> None:
         steps = {rank: row.outer_step for rank, row in rows.items()}
         self._compare(rows, steps, "the outer step")
-        for fragment in range(len(self._fragments)):
+        for fragment in range(self._num_fragments):
             digests = {rank: row.digests[fragment] for rank, row in rows.items()}
             # A group for which no digest was due has sent none.
             sent = {rank: digest for rank, digest in digests.items() if digest}
@@ -261,18 +358,3 @@ class PeerTable:
                 "checkpoint, so that it takes over what the others hold"
             )
         self._manager.report_error(DivergenceError(message))
-
-
-class PeerTableWork:
-    """The last Work of a sync, so that the table is read before the vote."""
-
-    def __init__(self, peer_table: PeerTable, fragment: Syncing, work: Any, table: Tensor) -> None:
-        self._peer_table, self._fragment = peer_table, fragment
-        self._work, self._table = work, table
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the table and read it. The manager's timeout bounds the wait."""
-        del timeout
-        self._work.wait()
-        self._peer_table.read(self._table, self._fragment)
-        return True

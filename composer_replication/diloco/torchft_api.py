@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -51,6 +52,25 @@ class DiLoCoManager(Protocol):
     ) -> None: ...
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
+
+
+class Then(NamedTuple):
+    """A Work of a manager, and a step that follows it, before what else waits for this Work.
+
+    Attributes:
+        work: The Work.
+        step: Called once it has ended.
+    """
+
+    work: Any
+    step: Callable[[], object]
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for the Work, then take the step. The manager's timeout bounds the wait."""
+        del timeout
+        has_ended = self.work.wait()
+        self.step()
+        return has_ended
 
 
 def fetched_state(manager: Any) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from composer_replication.replica.addresses import bracketed, listen
 from composer_replication.replica.connections import RateLimitedCount, Strangers
-from composer_replication.replica.messages import is_proven, proof, receive, send
+from composer_replication.replica.peer_client import is_proven, proof, receive, send
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 
 from composer_replication.replica.lighthouse import LighthouseStatus
-from composer_replication.replica.messages import converted, is_proven, proof
+from composer_replication.replica.peer_client import converted, is_proven, proof
 from composer_replication.settings import compare_fingerprints, compare_groups
 
 

@@ -32,7 +32,7 @@ from run_events import events_of, result_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco import block_cuts
+from composer_replication.diloco import fragments
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
@@ -344,7 +344,7 @@ def test_a_model_that_is_cut_at_other_blocks_than_the_checkpoint_s_is_refused(
     callback = DiLoCoCallback(**diloco, replica_id=0)
     path = str(tmp_path / "0/ba3.pt")
     trainer = trainer_of(callback, load_path=path, max_duration="6ba")
-    monkeypatch.setattr(block_cuts, "balanced_cuts", lambda sizes, parts: [2])
+    monkeypatch.setattr(fragments, "balanced_cuts", lambda sizes, parts: [2])
     message = "fragment 1 begins with mlp.layers.2.weight, and with mlp.layers.4.weight here"
     with pytest.raises(ValueError, match=message):
         trainer.fit()

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from composer_replication.diloco.block_cuts import balanced_cuts
-from composer_replication.diloco.fragments import split_model
+from composer_replication.diloco.fragments import balanced_cuts, split_model
 
 
 def runs_between(sizes, cuts):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.peer_row import PeerRow, as_number
+from composer_replication.diloco.peer_table import PeerRow, as_number
 from composer_replication.diloco.sample_ledger import SyncedSamples
 
 

@@ -11,8 +11,7 @@ from strange_servers import strange_server
 
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal.donor import Offer, Part
-from composer_replication.replica.messages import receive, send
-from composer_replication.replica.peer_client import Notices, PeerClient, PeerError
+from composer_replication.replica.peer_client import Notices, PeerClient, PeerError, receive, send
 
 
 def in_s(seconds):

@@ -14,8 +14,14 @@ import pytest
 
 from composer_replication.replica import peer_server
 from composer_replication.replica.addresses import host_and_port
-from composer_replication.replica.messages import proof, receive, send
-from composer_replication.replica.peer_client import Notices, PeerClient, PeerError
+from composer_replication.replica.peer_client import (
+    Notices,
+    PeerClient,
+    PeerError,
+    proof,
+    receive,
+    send,
+)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica import quorum_member
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.replica.messages import proof
+from composer_replication.replica.peer_client import proof
 from composer_replication.replica.quorum import Connection, PreviousQuorum, Report, write_handle
 from composer_replication.replica.quorum_member import (
     AtFaultError,

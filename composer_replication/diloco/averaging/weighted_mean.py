@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.distributed import ReduceOp
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.shards import Shards
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
 CHUNK = 2**18
 """Elements that are worked on at a time on a CPU: what is written is still in cache when it is read
@@ -27,26 +28,6 @@ def chunks_of(flat: Tensor, size: int) -> Sequence[Tensor]:
     than the arithmetic in a model of many small tensors.
     """
     return flat.split(size) if flat.numel() > size else (flat,)
-
-
-class Arriving(NamedTuple):
-    """The Work of a message, which squares what has arrived while later messages are on their way.
-
-    Attributes:
-        work: The manager's.
-        message: 1-D, in which the sum arrives.
-        squares: Gets the square of its norm.
-    """
-
-    work: Any
-    message: Tensor
-    squares: list[Tensor]
-
-    def wait(self) -> bool:
-        """Wait for the sum. The manager's timeout bounds the wait."""
-        has_ended = self.work.wait()
-        self.squares.append(torch.dot(self.message, self.message))
-        return has_ended
 
 
 class WeightedMean:
@@ -150,9 +131,13 @@ class WeightedMean:
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-        self._squares = []
+        self._squares = squares = []
+
+        def note_arrived(message: Tensor) -> None:  # while later messages are on their way
+            squares.append(torch.dot(message, message))
+
         pairs = zip(works, self.messages[:-1], strict=False)
-        return [*(Arriving(work, part, self._squares) for work, part in pairs), works[-1]]
+        return [*(Then(work, partial(note_arrived, part)) for work, part in pairs), works[-1]]
 
     # What has arrived, before the vote.
 

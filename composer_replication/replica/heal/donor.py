@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.messages import converted
+from composer_replication.replica.peer_client import converted
 from composer_replication.replica.peer_server import Body
 
 KEPT_S = 60.0

@@ -21,7 +21,7 @@ from composer_replication.replica.heal import prefetch
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
-from composer_replication.replica.messages import receive, send
+from composer_replication.replica.peer_client import receive, send
 
 STATE = {"outer_step": 4, "fragments": [{"theta": {"w": torch.arange(6.0)}}]}
 

@@ -22,9 +22,8 @@ from strange_servers import strange_server
 from composer_replication.replica.heal import prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
-from composer_replication.replica.messages import receive as receive_message
-from composer_replication.replica.messages import send
-from composer_replication.replica.peer_client import PeerClient, PeerError
+from composer_replication.replica.peer_client import PeerClient, PeerError, send
+from composer_replication.replica.peer_client import receive as receive_message
 
 STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}
 SENT = {"user": {"diloco": STATE, "clock": {"batch": 7}}, "torchft": {"step": 4}}
