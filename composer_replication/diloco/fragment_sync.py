@@ -100,7 +100,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
             # Parameters pass through it on the way from the accelerator.
             self._staging = torch.empty(CHUNK, pin_memory=True)
         self.unsynced = Unsynced(settings.weight_by)
-        self._has_too_few = False
         self._copied: list[Tensor] | None = None
         self._copies_first = True
         self._paces: deque[float] = deque(maxlen=USUAL)
@@ -110,31 +109,19 @@ class FragmentSync(_StreamingDiLoCoFragment):
     # ---- a sync, in the order of torchft ---------------------------------------------------------
 
     def prepare_sync(self) -> None:
-        """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait.
-
-        With fewer than ``min_replica_size`` groups in the quorum it sends the table alone, since
-        the vote will fail: groups that wait for others would send all their parameters at each
-        attempt. All ranks and groups decide alike, by the number of groups in the quorum, which all
-        of them see.
-        """
+        """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
         self.committed = False
         self._allreduce_work = []  # of an attempt that failed
-        self._has_too_few = self._manager.num_participants() < self._manager._min_replica_size
-        try:
-            super().prepare_sync()
-        except BaseException as error:
-            self._report(error)
-            raise
+        super().prepare_sync()
 
     def abandon(self) -> None:
         """Forget the sync in flight. Its mean and its memory are not used again."""
+        self.committed = False
         self._allreduce_work = []
         self.mean.abandon()
         self.unsynced.packed = Packed()
 
     def _save_grads(self) -> None:
-        if self._has_too_few:
-            return
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self.unsynced.packed = self._pack()
@@ -173,12 +160,10 @@ class FragmentSync(_StreamingDiLoCoFragment):
             self.mean, self._vitals(), samples, packed.is_replacing, self._leave_out
         )
         manager = cast(DiLoCoManager, self._manager)
-        means = []
-        if not self._has_too_few:
-            # Before the mean, since a quantized one starts collectives on a thread of its own.
-            means += self.globals.copied.send(manager, self.device, self._copied)
-            if not gathers(manager):  # otherwise they are gathered once the table has arrived
-                means += self.mean.send(manager)
+        # Before the mean, since a quantized one starts collectives on a thread of its own.
+        means = self.globals.copied.send(manager, self.device, self._copied)
+        if not gathers(manager):  # otherwise they are gathered once the table has arrived
+            means += self.mean.send(manager)
         self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
 
     def _vitals(self) -> Vitals:
@@ -199,8 +184,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         Returns:
             The ranks left out.
         """
-        if self._has_too_few:
-            return set()
         manager, unsound = cast(DiLoCoManager, self._manager), set[int]()
         if not manager.errored():
             unsound = self.mean.find_unsound(manager, sound)
@@ -214,12 +197,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
-        try:
-            self.committed = super().perform_sync()
-        except BaseException as error:
-            if self.is_in_flight:  # it failed before the vote
-                self._report(error)
-            raise
+        self.committed = super().perform_sync()
         self.unsynced.packed.local = None  # no longer in flight
         return self.committed
 
@@ -240,10 +218,6 @@ class FragmentSync(_StreamingDiLoCoFragment):
         # groups were resuming, each continues in mid-round where it stopped.
         if self.total_contribution == 0.0 and not self._peer_table.is_joining:
             self.globals.write_back(self._write_back_alpha)
-
-    def _report(self, error: BaseException) -> None:
-        """Report an error of this group, or Ctrl-C: peers would wait for it until their timeout."""
-        self._manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
 
@@ -317,9 +291,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     @property
     def in_flight(self) -> Packed | None:
         """What has been sent, or is to be sent again; None if nothing has."""
-        if self.is_in_flight and not self._has_too_few:
-            return self.unsynced.packed
-        return self.unsynced.unsent
+        return self.unsynced.packed if self.is_in_flight else self.unsynced.unsent
 
 
 def _unrounded(theta: Tensor, local: Tensor) -> Tensor:

@@ -116,22 +116,38 @@ class OuterLoop:
         self.clock.quorum_formed()
         try:
             self.settle()
-        except BaseException as error:  # without it peers wait for this group until their timeout
-            self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
+            if self.in_flight is None:
+                self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
+            if self.manager.num_participants() < self.manager._min_replica_size:
+                # The vote will fail. Groups that wait for others would send all their parameters at
+                # each attempt. All ranks and groups see this number, so all decide alike.
+                self.in_flight.abandon()
+                return
+            others = (each for each in self.fragments if each is not self.in_flight)
+            table = self.peer_table
+            table.has_more = table.is_training or any(each.unsynced.has_more for each in others)
+            self.in_flight.prepare_sync()
+        except BaseException as error:
+            self._report(error)
             raise
-        if self.in_flight is None:
-            self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
-        others = (each for each in self.fragments if each is not self.in_flight)
-        table = self.peer_table
-        table.has_more = table.is_training or any(each.unsynced.has_more for each in others)
-        self.in_flight.prepare_sync()
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
-        assert self.in_flight is not None, "torchft performs what it has prepared"
-        committed = self.in_flight.perform_sync()
+        fragment = self.in_flight
+        assert fragment is not None, "torchft performs what it has prepared"
+        try:
+            is_sent = fragment.is_in_flight
+            committed = fragment.perform_sync() if is_sent else self.manager.should_commit()
+        except BaseException as error:
+            if fragment.is_in_flight:  # it failed before the vote
+                self._report(error)
+            raise
         self.clock.vote_over()
         return committed
+
+    def _report(self, error: BaseException) -> None:
+        """Report an error of this group, or Ctrl-C: peers would wait for it until their timeout."""
+        self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     def send(self) -> None:
         """Ask for a quorum, and send the next fragment."""
@@ -216,13 +232,13 @@ class OuterLoop:
         is_idle = self._is_idle or not self.peer_table.is_training
         if not moved and (self.peer_table.is_joining or is_idle):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
-        self.reports.append(self._report(fragment, seconds, retries))
+        self.reports.append(self._report_of(fragment, seconds, retries))
         if fragment.mean.contribution:
             self.peer_table.first_batches = None  # the groups have compared them
         self.has_healed = False
         self._steps_lost = 0
 
-    def _report(self, fragment: FragmentSync, seconds: SyncSeconds, retries: int) -> SyncReport:
+    def _report_of(self, fragment: FragmentSync, seconds: SyncSeconds, retries: int) -> SyncReport:
         """What a fragment's sync did. Every rank of the group makes it: norms are collectives."""
         mean, globals_, norms = fragment.mean, fragment.globals, fragment.globals.step_norms()
         moved, outer = fragment.total_contribution > 0, globals_.optimizer.param_groups[0]

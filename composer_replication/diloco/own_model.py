@@ -6,7 +6,7 @@ import json
 import logging
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from composer_replication.diloco.fragments import (
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd
 from composer_replication.diloco.peer_table import ROW
-from composer_replication.diloco.shards import HostRanks, Shards, count_shards
+from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
 from composer_replication.settings import TENSORS, DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         Shards,
         ranks=ranks,
         are_held=are_held,
-        host_ranks=None if ranks is None or are_held else HostRanks(ranks),
+        host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
     )
     backup_device = torch.device(arguments.backup_device or "cpu")
     return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -38,31 +38,18 @@ def count_shards(tensor: Tensor) -> int:
     return math.prod(mesh.size(dim) for dim, p in enumerate(placements) if not p.is_replicate())
 
 
-class HostRanks:
-    """A second process group over the ranks of a replica group, for tensors in host memory.
+def connect_hosts(ranks: ProcessGroup) -> ProcessGroup:
+    """Connect a second process group over the ranks of a replica group, for tensors in host memory.
 
     A rank that asks for whole tensors alone must not disturb the process group in which they train.
-
-    Args:
-        ranks: The process group in which they train.
+    It is a collective of the ranks.
     """
-
-    def __init__(self, ranks: ProcessGroup) -> None:
-        self._ranks = torch.distributed.get_process_group_ranks(ranks)
-        self._group: ProcessGroup | None = None
-
-    def connected(self) -> ProcessGroup:
-        """The process group. The first call connects it and is a collective of the ranks.
-
-        ``DiLoCo`` does not connect it when it is built. A rank can fail before that, for example
-        because the run rejects it, and the others would wait for it.
-        """
-        if self._group is None:
-            self._group = torch.distributed.new_group(
-                self._ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
-            )
-        assert self._group is not None, "this rank is one of them"
-        return self._group
+    return torch.distributed.new_group(
+        torch.distributed.get_process_group_ranks(ranks),
+        timeout=TIMEOUT,
+        backend="gloo",
+        use_local_synchronization=True,
+    )
 
 
 class Shards:
@@ -82,7 +69,9 @@ class Shards:
         are_held: Whether the ranks hold shards (FSDP2), and not the same tensors. Several ranks may
             hold the same shard, as in a mesh that shards in one dimension and replicates in the
             other (HSDP).
-        host_ranks: The same ranks, for whole tensors.
+        host_ranks: Returns a process group of the same ranks, for whole tensors. It is connected
+            at the first call, and not when ``DiLoCo`` is built: a rank can fail before that, for
+            example because the run rejects it, and the others would wait for it.
 
     Attributes:
         whole_sizes: Elements of each tensor, or of its shard if the ranks hold shards.
@@ -106,7 +95,7 @@ class Shards:
         ranks: ProcessGroup | None = None,
         *,
         are_held: bool = False,
-        host_ranks: HostRanks | None = None,
+        host_ranks: Callable[[], ProcessGroup] | None = None,
     ) -> None:
         tensors = list(tensors)
         self.whole_sizes, self.bucket = [local_tensor(t).numel() for t in tensors], BUCKET
@@ -205,7 +194,7 @@ class Shards:
         whole = own.new_empty(self.whole_sizes[index], device="cpu")
         whole[self._parts[index]] = own
         try:
-            group = self._host_ranks.connected()
+            group = self._host_ranks()
             for rank in range(self.num_shares):
                 part = whole[self._part(index, rank)]
                 if part.numel():
