@@ -70,11 +70,9 @@ class Phases:
         """Measure the phases of every sync from now on."""
         for fragment in diloco._outer.fragments:
             for phase, name, thing in (
-                ("pack", "_save_grads", fragment),
-                ("send", "_average_grads", fragment),
-                ("outer", "_set_grads", fragment),
-                ("outer", "_merge_parameters", fragment),
-                ("outer", "step", fragment.globals.optimizer),
+                ("pack", "_pack", fragment),
+                ("send", "_send", fragment),
+                ("outer", "_step", fragment),
             ):
                 setattr(thing, name, self._timed(phase, getattr(thing, name)))
             fragment.perform_sync = self._timed("perform", fragment.perform_sync)

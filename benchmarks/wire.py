@@ -95,16 +95,16 @@ def silence() -> Iterator[None]:
 def pseudo_gradient(config: dict[str, Any]) -> Tensor:
     """That of one group after a round."""
     seen: list[Tensor] = []
-    pack = FragmentSync._save_grads
+    pack = FragmentSync._pack
 
     def watched(fragment: FragmentSync) -> None:
         pack(fragment)
-        if fragment.contribution:
+        if fragment.mean.contribution:
             seen.append(torch.cat(fragment.mean.messages[:-1]).clone())
 
     config = copy.deepcopy(config)
     config |= {"max_duration": f"{ROUND}ba", "eval_interval": "1000ba"}
-    with replaced(FragmentSync, "_save_grads", watched), silence():
+    with replaced(FragmentSync, "_pack", watched), silence():
         simulate_replicas(config, 1)
     return seen[0]
 

@@ -1,15 +1,15 @@
-"""The sync of one fragment: torchft's sequence and streams over our own global parameters."""
+"""The sync of one fragment: pack, send, wait for the mean, vote, and take the outer step."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torchft.manager import Manager
+from torch import Tensor
+from torchft.utils import get_stream_context
 
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import make_mean
@@ -20,11 +20,7 @@ from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.shards import local_tensor
-from composer_replication.diloco.torchft_api import (
-    DiLoCoManager,
-    _StreamingDiLoCoFragment,
-    gathers,
-)
+from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.diloco.unsynced import Packed, Unsynced
 from composer_replication.settings import DiLoCoSettings
 
@@ -32,19 +28,13 @@ USUAL = 5
 """Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""
 
 
-class FragmentSync(_StreamingDiLoCoFragment):
-    """Synchronises one fragment (torchft ``local_sgd.py``, ``_StreamingDiLoCoFragment``).
+class FragmentSync:
+    """Synchronises one fragment.
 
-    torchft's ``prepare_sync`` and ``perform_sync`` run unchanged, with their streams, events and
-    order of allreduce, vote and outer step. They get an empty module, so that torchft backs up and
-    restores nothing, and call these methods:
-
-    * ``_save_grads``: compute the pseudo-gradient and pack it, weighted by the contribution;
-    * ``_average_grads``: start the allreduces;
-    * ``_set_grads``, after the commit vote: take the outer step and write the global parameters
-      back into the model, while they are in cache; the step of the outer optimizer that torchft
-      takes next finds no gradients;
-    * ``_merge_parameters``: writes back if there was no outer step.
+    It takes the place of torchft's ``_StreamingDiLoCoFragment`` (``local_sgd.py``), with the same
+    streams and the same order of allreduce, vote and outer step. ``prepare_sync`` packs and sends;
+    ``perform_sync`` waits for the mean, votes, and then takes the outer step and writes the global
+    parameters back into the model, while they are in cache.
 
     Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
     tried again.
@@ -61,7 +51,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def __init__(
         self,
-        manager: DiLoCoManager | Manager,
+        manager: DiLoCoManager,
         fragment_id: int,
         global_parameters: GlobalParameters,
         arguments: DiLoCoArguments,
@@ -69,17 +59,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         state: GlobalState,
         peer_table: PeerTable,
     ) -> None:
-        super().__init__(
-            cast(Manager, manager),
-            nn.Module(),
-            fragment_id,
-            settings.sync_every // settings.fragment_count * (fragment_id + 1),
-            arguments.inner_optimizer,
-            global_parameters.optimizer,
-            settings.sync_every,
-            fragment_sync_delay=settings.fragment_sync_delay,
-            fragment_update_alpha=settings.fragment_update_alpha,
-        )
+        self._manager = manager
         self.fragment_id = fragment_id
         self.globals = global_parameters
         self._state = state
@@ -99,6 +79,9 @@ class FragmentSync(_StreamingDiLoCoFragment):
         if self.device.type == "cpu" and model_device.type != "cpu":
             # Parameters pass through it on the way from the accelerator.
             self._staging = torch.empty(CHUNK, pin_memory=True)
+        # Messages travel beside training, as torchft's do.
+        self._stream = torch.Stream() if torch.accelerator.is_available() else None
+        self._works: list[Any] = []
         self.unsynced = Unsynced(settings.weight_by)
         self._copied: list[Tensor] | None = None
         self._copies_first = True
@@ -106,25 +89,29 @@ class FragmentSync(_StreamingDiLoCoFragment):
         self.total_contribution = 0.0
         self.committed = False
 
-    # ---- a sync, in the order of torchft ---------------------------------------------------------
+    # ---- a sync ----------------------------------------------------------------------------------
 
     def prepare_sync(self) -> None:
         """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
         self.committed = False
-        self._allreduce_work = []  # of an attempt that failed
-        super().prepare_sync()
+        self._works = []  # of an attempt that failed
+        self._pack()
+        if self._stream is not None:  # it reads what the stream of training has computed
+            self._stream.wait_stream(torch.accelerator.current_stream())
+        with get_stream_context(self._stream):
+            self._works = self._send()
 
     def abandon(self) -> None:
         """Forget the sync in flight. Its mean and its memory are not used again."""
         self.committed = False
-        self._allreduce_work = []
+        self._works = []
         self.mean.abandon()
         self.unsynced.packed = Packed()
 
-    def _save_grads(self) -> None:
+    def _pack(self) -> None:
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
-        packed = self.unsynced.packed = self._pack()
+        packed = self.unsynced.packed = self._to_pack()
         frozen, share = set(packed.frozen), self.globals.share
         # An average is sent as it is, without the rounding errors of earlier syncs.
         self.mean.forget_residual(None if packed.is_replacing else frozen)
@@ -147,7 +134,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
         pseudo_gradient(theta, local, into)
 
-    def _average_grads(self) -> None:
+    def _send(self) -> list[Any]:
         # The table is sent first, because a quantized mean sends more messages after the first ones
         # have arrived, and all groups must start their collectives in one order. It is awaited
         # last.
@@ -159,12 +146,11 @@ class FragmentSync(_StreamingDiLoCoFragment):
         table = self._peer_table.send(
             self.mean, self._vitals(), samples, packed.is_replacing, self._leave_out
         )
-        manager = cast(DiLoCoManager, self._manager)
         # Before the mean, since a quantized one starts collectives on a thread of its own.
-        means = self.globals.copied.send(manager, self.device, self._copied)
-        if not gathers(manager):  # otherwise they are gathered once the table has arrived
-            means += self.mean.send(manager)
-        self._allreduce_work.extend([*means, table])  # pyright: ignore[reportArgumentType]
+        means = self.globals.copied.send(self._manager, self.device, self._copied)
+        if not gathers(self._manager):  # otherwise they are gathered once the table has arrived
+            means += self.mean.send(self._manager)
+        return [*means, table]
 
     def _vitals(self) -> Vitals:
         mean = self.mean
@@ -184,7 +170,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
         Returns:
             The ranks left out.
         """
-        manager, unsound = cast(DiLoCoManager, self._manager), set[int]()
+        manager, unsound = self._manager, set[int]()
         if not manager.errored():
             unsound = self.mean.find_unsound(manager, sound)
         found = (float(rank in unsound) for rank in range(manager.num_participants()))
@@ -197,31 +183,36 @@ class FragmentSync(_StreamingDiLoCoFragment):
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
-        self.committed = super().perform_sync()
+        with get_stream_context(self._stream):
+            for work in self._works:
+                work.wait()
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._works = []
+        self.committed = self._manager.should_commit()
+        if self.committed:
+            self._step()
         self.unsynced.packed.local = None  # no longer in flight
         return self.committed
 
-    def _set_grads(self) -> None:
+    def _step(self) -> None:
         self.total_contribution = self.mean.finish()
+        table, globals_ = self._peer_table, self.globals
         if self.total_contribution > 0.0:
-            table, globals_ = self._peer_table, self.globals
             # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(table.synced_samples):
                 globals_.take_outer_step(
                     self.mean, self._write_back_alpha, replaces=table.is_replacing
                 )
                 globals_.copied.take() if self._copies_first else globals_.copied.write_back()
+        elif not table.is_joining:
+            # All groups were resuming: each continues in mid-round where it stopped.
+            globals_.write_back(self._write_back_alpha)
         self.mean.clear()
-
-    def _merge_parameters(self) -> None:
-        # After an outer step take_outer_step has already written back. If there was none and all
-        # groups were resuming, each continues in mid-round where it stopped.
-        if self.total_contribution == 0.0 and not self._peer_table.is_joining:
-            self.globals.write_back(self._write_back_alpha)
 
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
 
-    def _pack(self) -> Packed:
+    def _to_pack(self) -> Packed:
         if self._peer_table.is_joining:
             return Packed(position=self._state.ledger.position)
         if self.unsynced.unsent is not None:
@@ -286,7 +277,7 @@ class FragmentSync(_StreamingDiLoCoFragment):
     @property
     def is_in_flight(self) -> bool:
         """Whether an allreduce has been started and its outer step has not been taken."""
-        return bool(self._allreduce_work)
+        return bool(self._works)
 
     @property
     def in_flight(self) -> Packed | None:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
 from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
 from composer_replication.diloco.outer_health import StepNorms
-from composer_replication.diloco.outer_optimizer import OuterOptimizer
-from composer_replication.diloco.outer_step import SGDStep, is_plain_sgd
+from composer_replication.diloco.outer_optimizer import OuterOptimizer, SGDStep, is_plain_sgd
 from composer_replication.diloco.shards import Shards, local_tensor
 
 

@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,10 @@ from composer_replication.settings import DiLoCoSettings, adopt_changes, compare
 log = logging.getLogger(__name__)
 
 
-class Staged(NamedTuple):
-    """A fragment's state from another group, in memory that the fragment can continue in.
-
-    A joiner copies it there before the quorum in which all groups wait for its heal.
-
-    Attributes:
-        flat: Of the global parameters, like ``GlobalParameters.flat``.
-        momentum: That of the outer momentum, like ``flat``.
-    """
-
-    flat: Tensor
-    momentum: Tensor
+Staged = tuple[Tensor, Tensor]
+"""A fragment's global parameters and outer momentum from another group, each like
+``GlobalParameters.flat``, in memory that the fragment can continue in. A joiner copies them there
+before the quorum in which all groups wait for its heal."""
 
 
 class GlobalState:
@@ -295,7 +287,7 @@ def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
     flat = torch.empty_like(globals_.flat, pin_memory=globals_.flat.is_pinned())
     momentum = torch.empty_like(flat, pin_memory=False)
     _copy(state, globals_, globals_.views(flat), globals_.views(momentum))
-    return Staged(flat, momentum)
+    return flat, momentum
 
 
 def load_outer_state(

@@ -44,12 +44,12 @@ def connect_hosts(ranks: ProcessGroup) -> ProcessGroup:
     A rank that asks for whole tensors alone must not disturb the process group in which they train.
     It is a collective of the ranks.
     """
-    return torch.distributed.new_group(
-        torch.distributed.get_process_group_ranks(ranks),
-        timeout=TIMEOUT,
-        backend="gloo",
-        use_local_synchronization=True,
+    members = torch.distributed.get_process_group_ranks(ranks)
+    group = torch.distributed.new_group(
+        members, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True
     )
+    assert group is not None, "this rank is one of them"
+    return group
 
 
 class Shards:

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torchft.local_sgd import _StreamingDiLoCoFragment
-
-__all__ = ["HEAL_STATE", "DiLoCoManager", "_StreamingDiLoCoFragment"]
 
 HEAL_STATE = "diloco"
 """Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is

@@ -12,7 +12,7 @@ from torch import nn
 from composer_replication.diloco import shards
 from composer_replication.diloco.averaging.weighted_mean import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
-from composer_replication.diloco.outer_step import is_plain_sgd
+from composer_replication.diloco.outer_optimizer import is_plain_sgd
 from composer_replication.diloco.shards import Shards
 
 CPU = torch.device("cpu")

@@ -273,7 +273,7 @@ def test_a_bit_that_flips_in_what_is_sent_moves_nobody_further_than_a_step(
             flat = tensor.view(-1).view(torch.uint8)
             flat[chance.randrange(flat.numel())] ^= 1 << chance.randrange(8)
             flipped.append(number)
-        send(buffer, connection, number, replica_id, tensor)
+        return send(buffer, connection, number, replica_id, tensor)
 
     monkeypatch.setattr(SharedBuffer, "send", flipping)
 
