@@ -136,8 +136,7 @@ class OuterLoop:
         fragment = self.in_flight
         assert fragment is not None, "torchft performs what it has prepared"
         try:
-            is_sent = fragment.is_in_flight
-            committed = fragment.perform_sync() if is_sent else self.manager.should_commit()
+            committed = fragment.perform_sync()
         except BaseException as error:
             if fragment.is_in_flight:  # it failed before the vote
                 self._report(error)

@@ -22,9 +22,6 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 1000
 """How many lines are kept in memory while their file cannot be written."""
 
-_TAIL_BYTES = 2**18
-"""How much of the end of a file is searched for a line before all of it is."""
-
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
@@ -214,16 +211,12 @@ def read_last_line(
     """
     if not path.exists():
         return {}
-    with naming(path), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        for length in (min(size, _TAIL_BYTES), size):  # nearly always the end is enough
-            file.seek(size - length)
-            lines = file.read(length).split(b"\n")
-            # What follows the last newline is unfinished; what precedes the first is cut off.
-            for line in reversed(lines[0 if length == size else 1 : -1]):
-                content = _parse(line)
-                if content is not None and is_wanted(content):
-                    return content
+    with naming(path):
+        lines = path.read_bytes().split(b"\n")
+    for line in reversed(lines[:-1]):  # what follows the last newline is unfinished
+        content = _parse(line)
+        if content is not None and is_wanted(content):
+            return content
     return {}
 
 
