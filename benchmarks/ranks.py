@@ -28,8 +28,8 @@ from torch import Tensor
 
 from composer_replication.diloco import global_parameters
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.shared_buffer import SharedBuffer
-from composer_replication.simulation.simulation import SimulatedManager
 
 QUICK = {"params": 8_000_000, "repetitions": 3}
 

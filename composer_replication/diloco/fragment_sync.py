@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,11 +22,82 @@ from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
-from composer_replication.diloco.unsynced import Packed, Unsynced
 from composer_replication.settings import DiLoCoSettings
 
 USUAL = 5
 """Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""
+
+
+@dataclass
+class Packed:
+    """What a pseudo-gradient was computed from.
+
+    Attributes:
+        inner_steps: Inner steps since the fragment was last synchronised.
+        samples: How many samples these steps have trained on; tokens with ``weight_by: tokens``.
+        position: The position in the sample stream.
+        is_replacing: Whether the local parameters are to become the global ones, see
+            ``DiLoCo.make_local_global``.
+        local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
+            while the sync is in flight; None without a delay.
+        frozen: The tensors that were frozen then, by index. A tensor that is frozen later, while
+            the sync is in flight, is sent again as it was sent first.
+    """
+
+    inner_steps: int = 0
+    samples: int = 0
+    position: int = 0
+    is_replacing: bool = False
+    local: list[Tensor] | None = None
+    frozen: Sequence[int] = ()
+
+    def contribution(self, weight_by: str) -> float:
+        """This group's weight in the mean.
+
+        Args:
+            weight_by: How it is counted, see ``DiLoCoSettings``.
+
+        Raises:
+            ValueError: The weight is a number of samples or tokens, and none were counted.
+        """
+        if not self.inner_steps:
+            return float(self.is_replacing)  # an average without inner steps after it counts as 1
+        if weight_by in ("samples", "tokens") and not self.samples:
+            raise ValueError(
+                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
+                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
+            )
+        return float({"uniform": 1, "steps": self.inner_steps}.get(weight_by, self.samples))
+
+
+@dataclass
+class Unsynced:
+    """Inner steps of a fragment that are not in the global parameters yet.
+
+    Attributes:
+        inner_steps: Inner steps since the last sync.
+        samples: The samples or tokens of these steps.
+        replaces_global: Whether the next sync is to make the local parameters the global ones.
+        packed: What the last pseudo-gradient was computed from.
+        unsent: What was in flight in the checkpoint that this group resumes from, until it has been
+            sent again; else None.
+    """
+
+    inner_steps: int = 0
+    samples: int = 0
+    replaces_global: bool = False
+    packed: Packed = field(default_factory=Packed)
+    unsent: Packed | None = None
+
+    def count(self, samples: int) -> None:
+        """Count a completed inner step and its samples or tokens."""
+        self.inner_steps += 1
+        self.samples += samples
+
+    @property
+    def has_more(self) -> bool:
+        """Whether this group has something to send that is not in the global parameters yet."""
+        return self.inner_steps > 0 or self.replaces_global
 
 
 class FragmentSync:
@@ -82,7 +154,7 @@ class FragmentSync:
         # Messages travel beside training, as torchft's do.
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self._works: list[Any] = []
-        self.unsynced = Unsynced(settings.weight_by)
+        self.unsynced = Unsynced()
         self._copied: list[Tensor] | None = None
         self._copies_first = True
         self._paces: deque[float] = deque(maxlen=USUAL)
@@ -121,7 +193,7 @@ class FragmentSync:
             _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
             for index, part in enumerate(self.globals.own_parts())
         )
-        contribution = 0.0 if self._peer_table.is_joining else self.unsynced.contribution()
+        contribution = packed.contribution(self._settings.weight_by)
         self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
         self._copied = copied if self.mean.contribution else None
         if not self._peer_table.is_joining:
@@ -213,14 +285,16 @@ class FragmentSync:
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
 
     def _to_pack(self) -> Packed:
+        position, unsynced = self._state.ledger.position, self.unsynced
         if self._peer_table.is_joining:
-            return Packed(position=self._state.ledger.position)
-        if self.unsynced.unsent is not None:
-            return self.unsynced.unsent
+            return Packed(position=position)
+        if unsynced.unsent is not None:
+            return unsynced.unsent
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-        return self.unsynced.pack(self._state.ledger.position, kept, self.globals.frozen())
+        counted, replaces = (unsynced.inner_steps, unsynced.samples), unsynced.replaces_global
+        return Packed(*counted, position, replaces, kept, self.globals.frozen())
 
     def local(self) -> list[Tensor]:
         """The local parameters and buffers, as this rank holds them; not copies."""
@@ -248,16 +322,21 @@ class FragmentSync:
 
         A join without an outer step changes nothing.
         """
-        if self._peer_table.is_joining and self.total_contribution == 0.0:
+        table, unsynced, packed = self._peer_table, self.unsynced, self.unsynced.packed
+        if table.is_joining and self.total_contribution == 0.0:
             return
         if self.mean.contribution > 0:
-            if steps := self.unsynced.packed.inner_steps:
-                self._paces.append(self.mean.sent_norm / steps)
-            self._state.ledger.has_synced(self.fragment_id, self.unsynced.packed.position)
-        keeps_later = self._write_back_alpha > 0
-        self.unsynced.discard_synced(
-            keeps_later=keeps_later, is_joining=self._peer_table.is_joining
-        )
+            if packed.inner_steps:
+                self._paces.append(self.mean.sent_norm / packed.inner_steps)
+            self._state.ledger.has_synced(self.fragment_id, packed.position)
+        if self._write_back_alpha > 0:
+            unsynced.inner_steps -= packed.inner_steps
+            unsynced.samples -= packed.samples
+        else:  # the steps taken while the sync was in flight are thrown away
+            unsynced.inner_steps = unsynced.samples = 0
+        if packed.is_replacing or table.is_joining:
+            unsynced.replaces_global = False
+        unsynced.unsent = None
 
     def take_global(self) -> None:
         """Continue from the global parameters, and drop what was trained here since the last sync.
@@ -269,7 +348,7 @@ class FragmentSync:
 
     def forget_local(self) -> None:
         """Send nothing of what this group has trained since the last sync."""
-        self.unsynced = Unsynced(self._settings.weight_by)
+        self.unsynced = Unsynced()
         self.mean.forget_residual()
 
     # ---- what others ask -------------------------------------------------------------------------

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.fragment_sync import FragmentSync, Packed
 from composer_replication.diloco.outer_loop import OuterLoop
-from composer_replication.diloco.unsynced import Packed
 
 
 def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:

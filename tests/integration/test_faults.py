@@ -32,7 +32,7 @@ from torch import nn
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica import manager as replica_manager
-from composer_replication.replica import messages, peer_client
+from composer_replication.replica import peer_client
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import (
     LighthouseStatus,
@@ -275,7 +275,7 @@ def _read_slowly() -> None:
             time.sleep(0.05)
             return super().recv_into(buffer)
 
-    messages.CHUNK = 10_000
+    peer_client.CHUNK = 10_000
     peer_client.socket = SimpleNamespace(**vars(socket) | {"socket": Slow})  # type: ignore[assignment]
 
 

@@ -135,10 +135,11 @@ def test_an_answer_that_is_none_is_an_error(odd):
         [1, 9, False, ["a", 2**60], None],
     ],
 )
-def test_an_offer_that_is_none_is_a_value_error(answer):
-    with pytest.raises(ValueError, match="is no offer of a state"):
-        Offer.read(answer)
-    assert Offer.read([7, 9, False, ["ab", 12], None]) == Offer(7, 9, state=Part("ab", 12))
+def test_an_offer_that_is_none_is_an_error(answer):
+    with pytest.raises(PeerError, match="^there: .* is no offer of a state"):
+        Offer.read(answer, "there")
+    offer = Offer.read([7, 9, False, ["ab", 12], None], "there")
+    assert offer == Offer(7, 9, state=Part("ab", 12))
 
 
 def test_a_server_that_has_ended_is_not_asked_again():

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.peer_client import converted
+from composer_replication.replica.peer_client import PeerError, converted
 from composer_replication.replica.peer_server import Body
 
 KEPT_S = 60.0
@@ -70,11 +70,11 @@ class Offer(NamedTuple):
     rest: Part | None = None
 
     @classmethod
-    def read(cls, answer: Any) -> Offer:
-        """Read an offer from the answer of a peer.
+    def read(cls, answer: Any, address: str) -> Offer:
+        """Read an offer from the answer of the peer at an address.
 
         Raises:
-            ValueError: It is something else.
+            PeerError: It is something else.
         """
         try:
             offer = converted(answer, cls)
@@ -83,7 +83,8 @@ class Offer(NamedTuple):
                 raise ValueError("a size is impossible")
             return offer
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{answer!r:.200} is no offer of a state: {error}") from error
+            what = f"{answer!r:.200} is no offer of a state"
+            raise PeerError(f"{address}: {what}: {error}") from error
 
 
 @dataclass(eq=False)

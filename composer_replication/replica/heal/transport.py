@@ -89,10 +89,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             PeerError: It does not answer in time, or cannot be trusted.
         """
         answer = self._client.ask(address, *request, deadline=time.monotonic() + limit_s)
-        try:
-            return Offer.read(answer)
-        except ValueError as error:
-            raise PeerError(f"{address}: {error}") from error
+        return Offer.read(answer, address)
 
     def download(self, address: str, state: Part, deadline: float) -> None:
         """Download a global state, into the memory of the download before, which it replaces.
