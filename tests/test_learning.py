@@ -51,29 +51,6 @@ def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_par
     assert (own.outer_lr, own.outer_momentum) == (settings["outer_lr"], settings["outer_momentum"])
 
 
-def test_a_difference_is_that_worked_out_by_hand(load):
-    compare = load("paired").compare
-    # 1 % and 3 % above: mean 2, standard deviation sqrt(2), t(1) = 6.314, so 2 -+ 6.314.
-    found = compare({1: 2.02, 2: 4.12, 9: 5.0}, {1: 2.0, 2: 4.0})
-    assert found[:2] == (2, pytest.approx(2.0)) and found.spread == pytest.approx(2**0.5)
-    assert (found.low, found.high) == (pytest.approx(-4.314), pytest.approx(8.314))
-    assert found.is_within(8.4) and not found.is_within(8.3)
-    assert compare({1: 2.0}, {2: 2.0}) is None
-    assert str(compare({1: 2.02}, {1: 2.0})) == "+1.00 %"
-
-
-def test_a_training_is_known_by_all_of_its_settings_and_no_line_is_double(load):
-    cells, study = load("cells"), load("study")
-    done = study.read()
-    assert len(done) == len(study.RESULTS.read_text().splitlines())
-    assert len({line["text"] for line in done.values()}) == 1
-    for line in done.values():
-        assert cells.Cell(**line["cell"]).key in done
-    # Data parallel has no outer settings: they do not make another training of it.
-    assert cells.Cell(outer_lr=0.1).key == cells.Cell(outer_lr=0.2).key
-    assert cells.Cell(groups=2, outer_lr=0.1).key != cells.Cell(groups=2, outer_lr=0.2).key
-
-
 def test_the_page_of_the_defaults_is_that_of_the_results_file(load):
     defaults, study = load("defaults"), load("study")
     page = (FOLDER / "defaults-so-far.md").read_text()

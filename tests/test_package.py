@@ -1,6 +1,5 @@
 """The wheel: what is in it, and that it imports from where it is installed."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -60,26 +59,3 @@ def test_the_wheel_installs_and_imports(wheel, tmp_path):
         check=True,
     )
     assert Path(found.stdout.strip()).is_relative_to(tmp_path)
-
-
-MOST_ARGUMENTS = 10
-
-
-def num_arguments(function):
-    given = function.args
-    named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
-    is_method = bool(named) and named[0].arg in ("self", "cls")
-    return len(named) - is_method + bool(given.vararg) + bool(given.kwarg)
-
-
-def test_no_function_takes_many_arguments():
-    """What needs more takes the fields of a dataclass, see ``arguments.takes``."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    found = {
-        f"{path.relative_to(ROOT)}:{node.lineno}": num_arguments(node)
-        for path in (ROOT / "composer_replication").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, functions)
-    }
-    assert len(found) > 1000, "they are looked for in the wrong place"
-    assert {where: count for where, count in found.items() if count > MOST_ARGUMENTS} == {}

@@ -141,21 +141,6 @@ def test_every_bit_of_an_outer_step_is_that_of_torch(name, dtype, alpha):
     assert globals_.step_norms().momentum == pytest.approx(expected_norm, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("local", "alpha", "back"),
-    [
-        (4.0, 0.25, 0.25 * 4.0 + 0.75 * 8.0),  # as the streaming paper says
-        (float("nan"), 0.0, 8.0),  # torchft's lerp_ keeps it: 0 * nan is nan
-    ],
-)
-def test_write_back_mixes_and_cures_a_nan(local, alpha, back):
-    model = Constant(local)
-    held = GlobalParameters(dict(model.named_parameters()), plain_sgd(), CPU)
-    held.theta["weight"].data.fill_(8.0)
-    held.write_back(alpha)
-    assert model.weight.item() == back
-
-
 @pytest.mark.parametrize(("outer", "message"), [
     (lambda p: None, "outer_optimizer returned NoneType"),
     (lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), "over other parameters"),
