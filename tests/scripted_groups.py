@@ -13,7 +13,7 @@ class Groups(ReplicaGroups):
     """Exit statuses by script: what each life of a group ends with, None while it goes on."""
 
     def __init__(self, folder, lives):
-        self._run_dir, self.interrupts = folder, Interrupts()
+        super().__init__(folder, Interrupts())
         self.lives = {replica_id: list(each) for replica_id, each in lives.items()}
         self.started = []
         self.ended = []
