@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from composer_replication.diloco.peer_table import DivergenceError
     from composer_replication.diloco.retry import SyncError
     from composer_replication.diloco.sync_report import SyncReport
-    from composer_replication.launch.results import read_run
+    from composer_replication.launch.run_record import read_run
     from composer_replication.replica.factory import make_manager
     from composer_replication.settings import DiLoCoSettings
     from composer_replication.simulation.simulation import simulate
@@ -106,7 +106,7 @@ __getattr__ = lazily(
         "SyncError": "composer_replication.diloco.retry",
         "SyncReport": "composer_replication.diloco.sync_report",
         "make_manager": "composer_replication.replica.factory",
-        "read_run": "composer_replication.launch.results",
+        "read_run": "composer_replication.launch.run_record",
         "simulate": "composer_replication.simulation.simulation",
     },
 )

@@ -25,12 +25,11 @@ from composer_replication.launch.commands import (
     command,
 )
 from composer_replication.launch.coordinator_command import CoordinatorCommand
-from composer_replication.launch.display import Display
+from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.doctor import doctor
 from composer_replication.launch.job import job_of
 from composer_replication.launch.launcher import launch_groups, run_group
-from composer_replication.launch.live_run import LiveRun
-from composer_replication.launch.outcome import finish, print_rows
+from composer_replication.launch.outcome import finish, print_rows, write_page
 from composer_replication.launch.output import (
     BAD_INPUT,
     INTERRUPTED,
@@ -39,7 +38,6 @@ from composer_replication.launch.output import (
     quiet_others,
     report_error,
 )
-from composer_replication.launch.page_record import write_page
 from composer_replication.launch.run_record import describe, open_run
 from composer_replication.launch.supervision import MAX_RESTARTS, SUPERVISED_HANG_TIMEOUT_S
 from composer_replication.plan import (

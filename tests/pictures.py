@@ -23,8 +23,7 @@ from recorded_groups import recorded
 from rich.console import Console
 
 from composer_replication.launch import outcome
-from composer_replication.launch.display import live_table
-from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.display import LiveRun, live_table
 from composer_replication.launch.run_record import describe
 
 ROOT = Path(__file__).parent.parent

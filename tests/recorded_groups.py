@@ -5,8 +5,8 @@ import time
 
 from run_events import write_events
 
+from composer_replication.launch.display import LiveRun
 from composer_replication.launch.group import Group
-from composer_replication.launch.live_run import LiveRun
 
 
 def sync_line(outer_step, *, digest="ab", participants=2, **changes):

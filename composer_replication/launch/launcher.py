@@ -23,7 +23,7 @@ from rich.console import Console
 from composer_replication.group.run_folder import CONFIG, log_path, make_run_folder
 from composer_replication.launch.commands import CommandLine, OptionalCount
 from composer_replication.launch.coordinator_command import TOKEN_FILE, write_token_file
-from composer_replication.launch.display import Display
+from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.job import (
     Job,
     check_command,
@@ -33,15 +33,14 @@ from composer_replication.launch.job import (
     group_environment,
     without_ranks,
 )
-from composer_replication.launch.live_run import LiveRun
 from composer_replication.launch.outcome import (
+    RunRecord,
     conclude,
     explain_failures,
     explain_interrupt,
     keep_page,
 )
 from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
-from composer_replication.launch.page_record import RunRecord
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
 from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import (

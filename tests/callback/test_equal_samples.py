@@ -12,7 +12,7 @@ from composer_jobs import TinyModel, fit_groups
 from run_events import events_of
 from torch.utils.data import DataLoader
 
-from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.display import LiveRun
 
 
 class DictModel(TinyModel):

@@ -130,7 +130,7 @@ def serve(role: str, arguments: dict[str, Any]) -> None:
         address = f"http://{LOCAL}:{lighthouse.address().rpartition(':')[2]}"
     else:
         from composer_replication.coordinator.server import Coordinator
-        from composer_replication.launch.page_record import RunRecord
+        from composer_replication.launch.outcome import RunRecord
 
         arguments["settings"] = DiLoCoSettings(**arguments["settings"])
         arguments["state_dir"] = Path(arguments["state_dir"])

@@ -21,8 +21,7 @@ from composer_replication.diloco import fence
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch import supervision
-from composer_replication.launch.display import Display
-from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.run_record import describe, open_run, write_summary
 from composer_replication.simulation.simulation import SimulationError
 from composer_replication.training.config import load_config, save_config

@@ -13,7 +13,7 @@ from integration.groups import Launch
 from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
 
-from composer_replication.launch.page_record import write_page
+from composer_replication.launch.outcome import write_page
 from composer_replication.launch.run_record import open_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.together]

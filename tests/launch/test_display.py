@@ -17,8 +17,7 @@ from rich.text import Text
 
 from composer_replication.diloco import fence
 from composer_replication.launch import display as display_module
-from composer_replication.launch.display import Display, live_table
-from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.display import Display, LiveRun, live_table
 from composer_replication.launch.outcome import print_rows
 from composer_replication.launch.output import CurrentStderr
 

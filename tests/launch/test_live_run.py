@@ -7,7 +7,7 @@ import pytest
 from recorded_groups import group_of, recorded, run_of, sync_line, write_group
 from run_events import write_events
 
-from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.display import LiveRun
 
 
 def test_a_group_that_has_written_nothing_is_starting(tmp_path):

@@ -11,7 +11,7 @@ from launch.recorded_run import BACK_AT, KILLED_AFTER, SYNCS, sync_time
 from run_events import write_events
 
 from composer_replication.coordinator.page import page_html, write_report_html
-from composer_replication.launch.page_record import RunRecord, write_page
+from composer_replication.launch.outcome import RunRecord, write_page
 from composer_replication.launch.run_record import open_run
 
 

@@ -29,7 +29,7 @@ import pathlib, sys, time
 from recorded_groups import recorded, write_group
 from rich.console import Console
 from composer_replication.launch.display import Display
-from composer_replication.launch.live_run import LiveRun
+from composer_replication.launch.display import LiveRun
 from composer_replication.launch.outcome import print_rows
 run_dir = pathlib.Path(sys.argv[1])
 recorded(run_dir, 4)
