@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 SCHEMA_VERSION = 2
 """Stored in the file. Every change of a table needs a new number."""
@@ -159,15 +160,16 @@ class Database:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def read(self, sql: str, *parameters: Any) -> list[Any]:
+        """Return the rows that a statement selects, in a transaction of its own or around it."""
+        with self.transaction() as cursor:
+            return cursor.execute(sql, parameters).fetchall()
+
     def close(self) -> None:
-        """Move the contents of the WAL into the file and close it. A second call does nothing."""
+        """Close the file, into which SQLite moves what is in the WAL. It may be repeated."""
         with self._lock, self._explained():
-            if not self._is_closed:
-                self._is_closed = True
-                try:
-                    self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                finally:
-                    self._connection.close()
+            self._is_closed = True
+            self._connection.close()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -44,10 +44,8 @@ class Events:
 
     def newest(self) -> list[dict[str, Any]]:
         """Return the newest events, oldest first: ``time`` in seconds since 1970, and ``text``."""
-        with self._database.transaction() as cursor:
-            rows = cursor.execute(
-                "SELECT time, text FROM events ORDER BY number DESC LIMIT ?", (self.SHOWN,)
-            ).fetchall()
+        newest = "SELECT time, text FROM events ORDER BY number DESC LIMIT ?"
+        rows = self._database.read(newest, self.SHOWN)
         return [{"time": at, "text": text} for at, text in reversed(rows)]
 
     @contextmanager

@@ -198,7 +198,12 @@ class Membership:
         while not self._left.wait(last + self._interval_s - time.monotonic()):
             last = time.monotonic()
             try:
-                self._send_all()
+                # Everything is sent once: the next round is the next attempt.
+                self._heartbeat(self.client.with_limits(retry_s=0.0))
+                # The coordinator answers heartbeats from memory, and the rest from its database.
+                # While that stalls, these two must not delay the next heartbeat past the limit.
+                limits = {"retry_s": 0.0, "timeout_s": self._timeout_s / 3}
+                self.send_report(self.client.with_limits(**limits))
                 if self._is_away:
                     log.info("The coordinator is back")
                 self._is_away = False
@@ -209,14 +214,6 @@ class Membership:
             except RejectedByCoordinatorError as error:
                 self._refusal = error
                 return
-
-    def _send_all(self) -> None:
-        # Everything is sent once: the next round is the next attempt.
-        self._heartbeat(self.client.with_limits(retry_s=0.0))
-        # The coordinator answers heartbeats from memory, and the rest from its database. While the
-        # database stalls, these two requests must not delay the next heartbeat past the limit.
-        behind_database = self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3)
-        self.send_report(behind_database)
 
     def _heartbeat(self, client: CoordinatorClient) -> None:
         try:

@@ -94,8 +94,7 @@ class Registry:
         self._lock = threading.Lock()
         self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
         self.history = History()
-        with database.transaction() as cursor:
-            rows = cursor.execute("SELECT replica_id, session FROM replicas").fetchall()
+        rows = database.read("SELECT replica_id, session FROM replicas")
         self._incarnations = {id: Incarnation(session, began, began) for id, session in rows}
         self._unknown = Incarnation("", began, began)
 
@@ -128,15 +127,14 @@ class Registry:
                 raise RejectedError(
                     f"this group has {name} {theirs}, the run has {own}: install the same version"
                 )
+        known = self._incarnations.get(replica_id)
+        is_new = known is None or known.session != session
+        if known is not None and is_new and self.is_alive(replica_id):
+            raise DuplicateError(
+                f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID of "
+                "its own, or end that one"
+            )
         with self._database.transaction() as cursor:
-            row = cursor.execute(
-                "SELECT session, registrations FROM replicas WHERE replica_id = ?", (replica_id,)
-            ).fetchone()
-            if row is not None and row[0] != session and self.is_alive(replica_id):
-                raise DuplicateError(
-                    f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
-                    "of its own, or end that one"
-                )
             cursor.execute("INSERT OR IGNORE INTO model_fingerprint VALUES (1, ?)", (model,))
             (its,) = cursor.execute("SELECT fingerprint FROM model_fingerprint").fetchone()
             if model != its:
@@ -144,16 +142,16 @@ class Registry:
                 values = (tensors, self._tensors) if is_known else (model, its)
                 what = describe_difference("model", *values)
                 raise RejectedError(f"another model: {what}. Use the run's model config")
-            count = 1 if row is None else row[1] + (row[0] != session)
             cursor.execute(
-                "INSERT OR REPLACE INTO replicas VALUES (?, ?, ?, ?)",
-                (replica_id, session, json.dumps(dict(about)), count),
+                "INSERT INTO replicas VALUES (?, ?, ?, 1) ON CONFLICT (replica_id) DO UPDATE SET"
+                " registrations = registrations + (session != excluded.session),"
+                " session = excluded.session, about = excluded.about",
+                (replica_id, session, json.dumps(dict(about))),
             )
         self._tensors = tensors
-        is_new = row is None or row[0] != session
         with self._lock:  # from here on requests of the previous session are rejected
             now = self.clock()
-            since = now if is_new else self._of(replica_id).registered_at
+            since = now if known is None or is_new else known.registered_at
             joining = {"phase": "joining"}
             self._incarnations[replica_id] = Incarnation(session, since, now, joining)
 
@@ -229,10 +227,9 @@ class Registry:
 
     def replicas(self) -> list[dict[str, Any]]:
         """All groups that ever registered, as the status page shows them."""
-        with self._database.transaction() as cursor:
-            rows = cursor.execute(
-                "SELECT replica_id, about, registrations FROM replicas ORDER BY replica_id"
-            ).fetchall()
+        rows = self._database.read(
+            "SELECT replica_id, about, registrations FROM replicas ORDER BY replica_id"
+        )
         groups = []
         for replica_id, about, registrations in rows:
             incarnation, progress = self._of(replica_id), self._of(replica_id).progress

@@ -37,14 +37,12 @@ class Streams:
         """The newest outer step reported to this process, and the streams that took part in it."""
         self._max_observed = 0
         """The largest outer step in a heartbeat. It may not be in the database yet."""
-        with database.transaction() as cursor:
-            self._served_from = _read_outer_step(cursor)
+        self._served_from = self._stored_outer_step()
 
     @property
     def outer_step(self) -> int:
         """The largest outer step so far; after a rewind, that of the checkpoint. 0 before any."""
-        with self._database.transaction() as cursor:
-            return max(self._max_observed, _read_outer_step(cursor))
+        return max(self._max_observed, self._stored_outer_step())
 
     def observe_outer_step(self, outer_step: int) -> bool:
         """Record an outer step in memory.
@@ -59,7 +57,7 @@ class Streams:
     def store_outer_step(self, outer_step: int) -> None:
         """Store an outer step: a run that has any must not start from nothing by accident."""
         with self._database.transaction() as cursor:
-            if outer_step > _read_outer_step(cursor):
+            if outer_step > self._stored_outer_step():
                 _set_outer_step(cursor, outer_step)
 
     def commit(
@@ -168,10 +166,9 @@ class Streams:
                 f"{closed.replica_id} are available again{part}"
             )
 
-
-def _read_outer_step(cursor: sqlite3.Cursor) -> int:
-    row = cursor.execute("SELECT outer_step FROM outer_step").fetchone()
-    return 0 if row is None or type(row[0]) is not int else row[0]
+    def _stored_outer_step(self) -> int:
+        rows = self._database.read("SELECT outer_step FROM outer_step")
+        return rows[0][0] if rows and type(rows[0][0]) is int else 0
 
 
 def _set_outer_step(cursor: sqlite3.Cursor, outer_step: int) -> None:

@@ -105,6 +105,17 @@ class RunInfo:
             )
 
 
+def shuffled(count: int, seed: str) -> list[int]:
+    """The numbers below ``count`` in an order of a seed.
+
+    A group that continues the samples of another group needs the same order, whatever library
+    versions both run on: Python promises this sequence for all of its versions.
+    """
+    draw = random.Random(seed).random
+    keys = [draw() for _ in range(count)]
+    return sorted(range(count), key=keys.__getitem__)
+
+
 @dataclass(frozen=True)
 class DatasetSpec:
     """Which samples there are, and how they are divided. Equal in all replica groups.
@@ -130,14 +141,9 @@ class DatasetSpec:
 
     def samples(self, lease: Lease) -> list[int]:
         """The samples of a lease, in the order in which they are trained on."""
-        first = lease.unit * self.unit_size
-        order = list(range(self.size_of(lease.unit)))
-        if self.shuffle:
-            # A group that continues a unit of another group needs the same order, whatever library
-            # versions both run on: Python promises this sequence for all of its versions.
-            draw = random.Random(f"{self.seed} {lease.epoch} {lease.unit}").random
-            keys = [draw() for _ in order]
-            order.sort(key=keys.__getitem__)
+        first, size = lease.unit * self.unit_size, self.size_of(lease.unit)
+        seed = f"{self.seed} {lease.epoch} {lease.unit}"
+        order = shuffled(size, seed) if self.shuffle else range(size)
         return [first + index for index in order[lease.start : lease.stop]]
 
 

@@ -6,7 +6,6 @@ For a trainer with loaders of its own, ``replica_shard`` is the fixed part of a 
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, Subset
 
-from composer_replication.coordinator.wire_types import DatasetSpec, Lease
+from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
 from composer_replication.options import ReplicaOptions, replica_id_of
 
 LeaseSource = Callable[[int, int], Lease]
@@ -148,9 +147,7 @@ class FixedShards:
 def _leases(dataset: DatasetSpec, num_units: int, shard: slice) -> Iterator[Lease]:
     number = samples = 0
     for epoch in itertools.count():
-        draw = random.Random(f"{dataset.seed} {epoch}").random
-        keys = [draw() for _ in range(num_units)]
-        order = sorted(range(num_units), key=keys.__getitem__)
+        order = shuffled(num_units, f"{dataset.seed} {epoch}")
         sizes = [(unit, dataset.size_of(unit)) for unit in order[shard]]
         for unit, size in (*sizes, (0, 0)):
             yield Lease(number, epoch, unit, 0, size, samples)

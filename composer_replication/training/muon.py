@@ -261,7 +261,7 @@ def split_groups(params: Iterable[Any], adamw_names: str) -> list[dict[str, Any]
     given = list(params)
     groups: list[Any] = given if given and isinstance(given[0], dict) else [{"params": given}]
     names_decide = not any("use_muon" in group for group in groups)
-    split, found = [], []
+    split, found, count = [], [], {True: 0, False: 0}
     for group in groups:
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
         named = [member if isinstance(member, tuple) else ("", member) for member in members]
@@ -275,17 +275,16 @@ def split_groups(params: Iterable[Any], adamw_names: str) -> list[dict[str, Any]
         hidden = {id(p) for name, p in named if is_matrix(p) and not is_outer(name)}
         for use_muon in (True, False):
             part = [p for _, p in named if group.get("use_muon", id(p) in hidden) == use_muon]
+            count[use_muon] += len(part)
             if part:
                 split.append({**group, "params": part, "use_muon": use_muon})
-    muon, rest = (
-        sum(len(group["params"]) for group in split if group["use_muon"] == kind)
-        for kind in (True, False)
-    )
-    if not muon:
+    if not count[True]:
         raise ValueError(
-            f"there is no matrix of a hidden layer for Muon, and {rest} parameters for AdamW: "
-            "use another optimizer, or other adamw_names"
+            f"there is no matrix of a hidden layer for Muon, and {count[False]} parameters for "
+            "AdamW: use another optimizer, or other adamw_names"
         )
     names = listed(found) or "none"
-    log.info("Muon trains %d parameters, AdamW %d; matrices among these: %s", muon, rest, names)
+    log.info(
+        "Muon trains %d parameters, AdamW %d; matrices among these: %s", *count.values(), names
+    )
     return split

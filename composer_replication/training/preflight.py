@@ -99,7 +99,7 @@ def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = N
     check_device(config)
     section = diloco_section(config)
     options = pick(ReplicaOptions, section).with_environment(environ)
-    address, coordinator_addr = options.lighthouse_addr, options.coordinator_addr
+    coordinator_addr = options.coordinator_addr
     if (config.get("train_loader") or {}).get("shards") == "leased" and coordinator_addr is None:
         raise ConfigError(
             "train_loader.shards='leased' needs a coordinator, which hands out the samples: use "
@@ -112,18 +112,16 @@ def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = N
 
         client = CoordinatorClient(coordinator_addr, ReplicaEnv.from_env(environ).token)
         info = client.info()
-        info.check_settings(section, coordinator_addr)
+        options = info.adopt(options, section)
         info.check_model(config["model"])
-        replica_id = options.replica_id
-        if replica_id is not None and environ.get("RANK", "0") == "0":  # once per group
-            client.check_name_is_free(str(replica_id), info.heartbeat_timeout_s)
+        if options.replica_id is not None and environ.get("RANK", "0") == "0":  # once per group
+            client.check_name_is_free(str(options.replica_id), info.heartbeat_timeout_s)
         client.close()
-        address = address or info.lighthouse_addr
-    if not address:
+    if not options.lighthouse_addr:
         raise ConfigError(
             "callbacks.diloco.lighthouse_addr=None: set COMPOSER_REPLICATION_COORDINATOR or "
             "TORCHFT_LIGHTHOUSE to http://host:port, start the groups with `composer-replication "
             "launch CONFIG --replicas 2`, or train alone with callbacks.diloco.num_replicas=1"
         )
-    check_lighthouse(address)
+    check_lighthouse(options.lighthouse_addr)
     replica_id_of(options)

@@ -224,9 +224,8 @@ class WorkUnits:
         It is complete up to ``outer_step``. The model has been trained on ``samples`` of leases
         that were lost with the state folder, and that may be leased again.
         """
-        with self._database.transaction() as cursor:
-            row = cursor.execute("SELECT outer_step, samples FROM gap").fetchone()
-        return None if row is None else {"outer_step": row[0], "samples": row[1]}
+        rows = self._database.read("SELECT outer_step, samples FROM gap")
+        return {"outer_step": rows[0][0], "samples": rows[0][1]} if rows else None
 
     def widen_gap(self, outer_step: int, samples: int) -> None:
         """Record that leases were lost.
