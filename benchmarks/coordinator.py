@@ -30,7 +30,7 @@ from rich.table import Table
 from composer_replication import __version__
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.server import STATE
-from composer_replication.coordinator.work_units.work_units import WorkUnits
+from composer_replication.coordinator.work_units import WorkUnits
 
 GROUPS = 100
 UNITS = 1_000_000

@@ -25,7 +25,7 @@ from composer_replication.coordinator.page import page_html, with_record
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
-from composer_replication.coordinator.work_units.work_units import DatasetProgress
+from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
 
 log = logging.getLogger(__name__)

@@ -66,7 +66,6 @@ class Membership:
         client: This rank's connection to the coordinator, closed by ``leave``.
         replica_id: The group's name.
         session: The session of the registration, on rank 0.
-        stream: The sample stream that the group reads, set by its data; 0 for none.
 
     Raises:
         CoordinatorAwayError: The coordinator does not answer.
@@ -87,7 +86,6 @@ class Membership:
         self.client = client_of(options)
         self.replica_id = replica_id_of(options)
         self.session = uuid.uuid4().hex
-        self.stream = 0
         self._timeout_s = info.heartbeat_timeout_s
         self._interval_s = self._timeout_s / self.HEARTBEATS_IN_LIMIT
         self._registration = {

@@ -8,8 +8,8 @@ from collections.abc import Set
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import End, Registry
-from composer_replication.coordinator.work_units.tables import StreamRow
-from composer_replication.coordinator.work_units.work_units import LedgerEntries, WorkUnits
+from composer_replication.coordinator.tables import StreamRow
+from composer_replication.coordinator.work_units import LedgerEntries, WorkUnits
 
 
 class Streams:

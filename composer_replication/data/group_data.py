@@ -179,6 +179,7 @@ class LeasedData(GroupData):
         self._membership = membership
         self._client = membership.client.with_limits(retry_s=math.inf)
         self._sync_idle = sync_idle
+        self._stream = 0  # none so far
         self._num_streams = 0
         self._epoch, self._is_last_epoch = 0, False
         ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
@@ -187,7 +188,7 @@ class LeasedData(GroupData):
     def load_state_dict(self, reading: Mapping[str, Any]) -> None:
         """Take a position of ``state_dict``, in a stream that ``start`` then asks for again."""
         super().load_state_dict(reading)
-        self._membership.stream = reading["stream"]
+        self._stream = reading["stream"]
 
     def start(self) -> None:
         """Begin to read, once the group has joined the others.
@@ -221,7 +222,7 @@ class LeasedData(GroupData):
         self._read(stream, StreamPosition())
 
     def _exchange_stream(self) -> int:
-        if stream := self._membership.stream:
+        if stream := self._stream:
             self._client.release_stream(stream, self._diloco.ledger.rows())
         self._client.create_dataset(self._loader.spec)  # the state folder may be a new one
         session, group = self._membership.session, self._membership.replica_id
@@ -230,7 +231,7 @@ class LeasedData(GroupData):
         return self._client.open_stream(name, self._loader.spec.dataset_id, group, session)
 
     def _read(self, stream: int, position: StreamPosition) -> None:
-        self._membership.stream = stream
+        self._stream = stream
         source = functools.partial(self._client.lease, stream)
         self._reader = self._loader.read(source, position, self._has_more)
 
@@ -296,7 +297,7 @@ class LeasedData(GroupData):
 
     def end(self) -> None:
         """Training has ended: report the last sync, and release the stream."""
-        stream = self._membership.stream
+        stream = self._stream
         if rank() or not stream:
             return
         client = self._client.with_limits(retry_s=self.END_RETRY_S)

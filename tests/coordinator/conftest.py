@@ -3,7 +3,7 @@
 import pytest
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.work_units.work_units import WorkUnits
+from composer_replication.coordinator.work_units import WorkUnits
 from coordinator.small_units import LENGTH, SEED, UNIT_SIZE, open_stream
 
 

@@ -11,7 +11,7 @@ from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.work_units.tables import UnknownStream
+from composer_replication.coordinator.tables import UnknownStream
 
 TIMEOUT_S = 3.0
 VERSIONS = {"composer_replication": "0.1.0", "torchft": "2026.10.26"}

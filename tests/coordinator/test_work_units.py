@@ -10,10 +10,10 @@ import threading
 import numpy as np
 import pytest
 
+from composer_replication.coordinator import accounting
 from composer_replication.coordinator.database import Database, StorageError
-from composer_replication.coordinator.work_units import accounting
-from composer_replication.coordinator.work_units.tables import StreamClosed, UnknownStream
-from composer_replication.coordinator.work_units.work_units import EpochProgress, WorkUnits
+from composer_replication.coordinator.tables import StreamClosed, UnknownStream
+from composer_replication.coordinator.work_units import EpochProgress, WorkUnits
 from coordinator.small_units import (
     LENGTH,
     SEED,

@@ -23,11 +23,11 @@ from hypothesis.stateful import (
 )
 
 from composer_replication.coordinator.database import Database
-from composer_replication.coordinator.work_units.tables import (
+from composer_replication.coordinator.tables import (
     StreamClosed,
     UnknownStream,
 )
-from composer_replication.coordinator.work_units.work_units import (
+from composer_replication.coordinator.work_units import (
     EpochProgress,
     WorkUnits,
 )

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from composer_replication.coordinator.database import StorageError
-from composer_replication.coordinator.wire_types import Lease
-from composer_replication.coordinator.work_units.tables import (
+from composer_replication.coordinator.tables import (
     NO_RANK,
     DatasetRow,
     EpochRow,
@@ -33,6 +32,7 @@ from composer_replication.coordinator.work_units.tables import (
     is_valid_row,
     read_rows,
 )
+from composer_replication.coordinator.wire_types import Lease
 
 _DAMAGED = (
     "Lease {} of stream {} is damaged in the coordinator's database: release the stream and open a "

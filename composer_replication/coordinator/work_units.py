@@ -17,10 +17,9 @@ import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from composer_replication.coordinator.accounting import grant, read_lease, update_stream
 from composer_replication.coordinator.database import Database, RejectedError
-from composer_replication.coordinator.wire_types import Lease
-from composer_replication.coordinator.work_units.accounting import grant, read_lease, update_stream
-from composer_replication.coordinator.work_units.tables import (
+from composer_replication.coordinator.tables import (
     MAX_UNITS,
     DatasetMismatch,
     DatasetRow,
@@ -32,6 +31,7 @@ from composer_replication.coordinator.work_units.tables import (
     find_stream,
     read_rows,
 )
+from composer_replication.coordinator.wire_types import Lease
 
 LedgerEntries = Mapping[int, tuple[int, int]]
 """By stream, the samples that are in the model, and those that are in some part of it."""
