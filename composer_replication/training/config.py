@@ -66,6 +66,7 @@ OF_THE_RUN = (
 """What a coordinator reads of the section. The other keys belong to a group and its machine."""
 
 _OF_A_GROUP = {field.name for field in fields(ReplicaOptions)} - {*OF_THE_RUN}
+_KNOWN = (*OF_THE_RUN, *_OF_A_GROUP)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -305,12 +306,11 @@ def read_diloco(section: Mapping[str, Any]) -> tuple[DiLoCoSettings, ReplicaOpti
     Raises:
         ConfigError: A key is unknown or has been removed, or a value is impossible.
     """
-    known = [field.name for kind in (DiLoCoSettings, ReplicaOptions) for field in fields(kind)]
-    check_keys(section, known, "callbacks.diloco", REMOVED)
+    check_keys(section, _KNOWN, SECTION, REMOVED)
     try:
         return pick(DiLoCoSettings, section), pick(ReplicaOptions, section)
     except ValueError as error:
-        raise ConfigError(f"callbacks.diloco: {error}") from error
+        raise ConfigError(f"{SECTION}: {error}") from error
 
 
 # ---- the settings of a run in any job's file ---------------------------------------------------
@@ -344,7 +344,7 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
         is_set = f"a setting goes behind --set, as in --set {path}"
         file = load_yaml(path, is_set if "=" in str(path) else fix)
         section, where = _settings_section(file, path)
-        _check_settings_names(section, where)
+        check_keys(map(str, section), _KNOWN, where, REMOVED)
         config["left_out"] = [str(name) for name in section if name not in OF_THE_RUN]
         config |= _model_section(file)
         sources.insert(0, str(path))
@@ -384,12 +384,8 @@ def _parse_settings(given: Sequence[str]) -> DictConfig:
                 f"YAML key is {SECTION}.{name}) in each group"
             )
     parsed = parse_overrides(given, "--set", "--set sync_every=100")
-    _check_settings_names(parsed, "--set")
+    check_keys(map(str, parsed), _KNOWN, "--set", REMOVED)
     return parsed
-
-
-def _check_settings_names(section: DictConfig, where: str) -> None:
-    check_keys(map(str, section), {*OF_THE_RUN, *_OF_A_GROUP}, where, REMOVED)
 
 
 def _setting(section: DictConfig, name: str, where: str) -> Any:
