@@ -42,7 +42,8 @@ class Streams:
     @property
     def outer_step(self) -> int:
         """The largest outer step so far; after a rewind, that of the checkpoint. 0 before any."""
-        return max(self._max_observed, self._stored_outer_step())
+        # In this order: a heartbeat may come while this waits for the disk.
+        return max(self._stored_outer_step(), self._max_observed)
 
     def observe_outer_step(self, outer_step: int) -> bool:
         """Record an outer step in memory.
