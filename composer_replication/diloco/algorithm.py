@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torchft.manager import Manager
 
 from composer_replication.arguments import takes
-from composer_replication.diloco.arguments import DiLoCoArguments
+from composer_replication.diloco.arguments import (
+    DiLoCoArguments,
+    own_model,
+    settings_of,
+    tell_settings,
+)
 from composer_replication.diloco.equal_samples import NUM_BATCHES, digest_of
 from composer_replication.diloco.fragments import WatchedModel, model_fingerprint
 from composer_replication.diloco.global_state import GlobalState
@@ -18,7 +23,6 @@ from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.outer_optimizer import describe
-from composer_replication.diloco.own_model import own_model, settings_of, tell_settings
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps

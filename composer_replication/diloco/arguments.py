@@ -1,22 +1,39 @@
-"""All arguments of DiLoCo: what it trains, the run's settings, and a group's options."""
+"""All arguments of DiLoCo, and what is made of them: the run's settings, and global parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+import logging
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from functools import cache, partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torchft.manager import Manager
+
+from composer_replication.arguments import pick
+from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
+from composer_replication.diloco.fragments import (
+    check_trained_by,
+    described_tensors,
+    synced_tensors,
+)
+from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
+from composer_replication.diloco.peer_table import ROW
+from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.options import DiLoCoOptions
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import TENSORS, DiLoCoSettings
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.distributed import ProcessGroup
-    from torchft.manager import Manager
+log = logging.getLogger(__name__)
 
-    from composer_replication.diloco.outer_optimizer import OuterOptimizer
-    from composer_replication.diloco.torchft_api import DiLoCoManager
+LOPSIDED = 2.0
+"""A warning is logged if the largest fragment has more than so many times an equal share."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +82,112 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
     ranks: ProcessGroup | None = None
     message_device: torch.device | str | None = None
     also_synced: Collection[str] = ()
+
+
+def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSettings:
+    """Return the run's settings.
+
+    Args:
+        arguments: All arguments of ``DiLoCo``.
+        given: The names of the arguments that the caller gave; the others have their defaults.
+
+    Raises:
+        ValueError: A setting is out of range, or belongs to an outer SGD that is not used.
+    """
+    model = arguments.model_fragments
+    count = {} if isinstance(model, nn.Module) or not model else {"num_fragments": len(model)}
+    settings = pick(DiLoCoSettings, vars(arguments) | count)
+    unused = [name for name in given if name.startswith("outer_") and name != "outer_optimizer"]
+    if settings.changes_outer_numbers:
+        unused.append("outer_lr or outer_momentum in the schedule")
+    if arguments.outer_optimizer is not None and unused:
+        raise ValueError(
+            f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
+            "these are of the SGD that DiLoCo makes without one"
+        )
+    if settings.overlap_warning:
+        warnings.warn(settings.overlap_warning, stacklevel=4)
+    return settings
+
+
+def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[GlobalParameters]:
+    """Split the model into fragments, and make global parameters of each.
+
+    Args:
+        arguments: All arguments of ``DiLoCo``.
+        settings: The run's settings.
+
+    Raises:
+        ValueError: The fragments and the inner optimizer hold different parameters, the outer
+            optimizer ascends, or the manager cannot send the wire format.
+    """
+    check_can_quantize(arguments.manager, settings.wire_format)
+    outer_optimizer = arguments.outer_optimizer or nesterov_sgd(*settings.outer_numbers_at(0))
+    check_sign(outer_optimizer)
+    fragments = synced_tensors(arguments.model_fragments, settings, arguments.also_synced)
+    check_trained_by(fragments, arguments.inner_optimizer)
+    log_sizes(fragments)
+    ranks = arguments.ranks
+    are_held = any(count_shards(t) > 1 for tensors in fragments for t in tensors.values())
+    if are_held:  # each rank holds a shard already
+        ranks = ranks or torch.distributed.group.WORLD
+    shards_of = partial(
+        Shards,
+        ranks=ranks,
+        are_held=are_held,
+        host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
+    )
+    backup_device = torch.device(arguments.backup_device or "cpu")
+    return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
+
+
+LARGEST_DESCRIPTION = 1 << 17
+"""Most bytes of the names and shapes of a model's tensors, as JSON, that a group sends its peers.
+The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
+
+
+def tell_settings(
+    manager: Any, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
+) -> None:
+    """Give the manager what has to be equal in all groups, before it connects to them.
+
+    Args:
+        manager: Of this group. torchft's own compares nothing.
+        synced: The synchronised tensors by name, of each fragment.
+        fingerprint: The run's settings and the model.
+    """
+    if not hasattr(manager, "settings"):
+        return
+    manager.settings |= {
+        **fingerprint,
+        # With unequal values one group would train alone while another waits for more. Checkpoints
+        # hold the fingerprint, and a resume may change this value.
+        "min_replica_size": manager._min_replica_size,
+        "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
+        "peer_table_row": ROW,  # it differs in another version of this package
+    }
+    if len(json.dumps(tensors := described_tensors(synced))) <= LARGEST_DESCRIPTION:
+        manager.settings[TENSORS] = tensors
+
+
+def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:
+    """Log the largest fragment's share, and warn if it is too large.
+
+    The largest fragment's sync takes the longest, and determines the rate that a link needs.
+
+    Args:
+        fragments: The tensors of each fragment by name. All of them have equally many bytes an
+            element in a message.
+    """
+    sizes = [sum(tensor.numel() for tensor in fragment.values()) for fragment in fragments]
+    count, share = len(sizes), max(sizes) / sum(sizes)
+    if count > 1:
+        log.info("The largest of %d fragments has %.0f %% of the bytes", count, 100 * share)
+    if share * count > LOPSIDED:
+        log.warning(
+            "The largest of %d fragments has %.1f times the bytes of an equal share: its sync takes"
+            " longer than the others, and needs more of the link. A block, an embedding or a head "
+            "is never cut apart: use fewer fragments, or fragment_patterns that divide it",
+            count,
+            share * count,
+        )
