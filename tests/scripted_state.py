@@ -10,12 +10,13 @@ class ScriptedState:
         state: What joiners get; or a function that returns it, called for each copy.
 
     Attributes:
+        state: The same.
         version: Another one after each change that a test makes.
         num_taken: How often somebody has asked for the tensors.
     """
 
     def __init__(self, state, num_bytes=1000):
-        self._state = state
+        self.state = state
         self.version, self.num_bytes, self.num_taken = 0, num_bytes, 0
         self._lock = threading.RLock()
 
@@ -24,4 +25,4 @@ class ScriptedState:
 
     def for_joiner(self):
         self.num_taken += 1
-        return self._state() if callable(self._state) else self._state
+        return self.state() if callable(self.state) else self.state

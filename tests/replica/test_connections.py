@@ -17,6 +17,7 @@ import time
 
 import psutil
 import pytest
+import uvicorn
 from forked_commands import ForkedCommand
 
 from composer_replication.coordinator import http_service
@@ -212,6 +213,37 @@ def test_a_trainer_outlives_more_connections_than_its_soft_limit_of_files(start_
                 strangers.enter_context(socket.create_connection(("127.0.0.1", port), 5.0))
         said, _ = trainer.communicate("go on\n", timeout=60)
         assert (trainer.returncode, said) == (0, "b'b'\n")
+
+
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def idle_connection(monkeypatch, ends):
+    """A connection to a coordinator that closes those on which nothing comes for a second."""
+    config, short = uvicorn.Config, {"timeout_keep_alive": 1}
+    monkeypatch.setattr(uvicorn, "Config", lambda app, **more: config(app, **more | short))
+    port, *_ = ends.enter_context(coordinator())
+    return ends.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+
+
+@pytest.mark.slow
+def test_a_connection_with_requests_is_kept(idle_connection):
+    for _ in range(5):
+        idle_connection.sendall(REQUEST)
+        answer = b""
+        while not answer.endswith(b"{}"):
+            answer += idle_connection.recv(1000)
+        assert answer.startswith(b"HTTP/1.1 200")
+        time.sleep(0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [b"", REQUEST])
+def test_a_connection_without_a_further_request_is_closed(idle_connection, sent):
+    idle_connection.sendall(sent)
+    while idle_connection.recv(1000):  # TimeoutError after 5 s
+        pass
 
 
 def test_rejections_are_counted_until_they_are_logged_again(monkeypatch):

@@ -5,7 +5,6 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 
 import logging
 import re
-import socket
 
 import psutil
 import pytest
@@ -51,40 +50,49 @@ def no_token(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def somebody():
-    """Where something listens, which is enough to be taken for a lighthouse at first."""
-    with socket.create_server(("", 0)) as listener:
-        yield listener.getsockname()[1]
-
-
-def test_without_a_token_a_group_does_not_leave_its_machine(no_token, somebody, monkeypatch):
+def test_without_a_token_a_group_does_not_leave_its_machine(no_token, monkeypatch):
     monkeypatch.setattr(replica, "check_lighthouse", lambda *_: None)
-    address = f"http://192.0.2.1:{somebody}"
+    address = "http://192.0.2.1:29510"
     with pytest.raises(ValueError, match="COMPOSER_REPLICATION_TOKEN is not set") as error:
         make_manager(replica_id=0, lighthouse_addr=address)
     assert address in str(error.value) and "export COMPOSER_REPLICATION_TOKEN=" in str(error.value)
     assert "COMPOSER_REPLICATION_NO_TOKEN=1" in str(error.value)
 
 
+class Opened(Exception):
+    """The server of a group would be opened with these tokens."""
+
+
 @pytest.mark.parametrize(
-    ("address", "insists"), [("http://127.0.0.1:1", ""), ("http://[::1]:1", ""), (NOBODY, "1")]
+    ("address", "environ", "argument", "tokens"),
+    [
+        # On one machine, or if told so, it needs none.
+        ("http://127.0.0.1:1", {}, None, ()),
+        ("http://[::1]:1", {}, None, ()),
+        (NOBODY, {"COMPOSER_REPLICATION_NO_TOKEN": "1"}, None, ()),
+        (NOBODY, {"COMPOSER_REPLICATION_TOKEN": "new,old\n"}, None, ("new", "old")),
+        (NOBODY, {"COMPOSER_REPLICATION_TOKEN": "new,old\n"}, "another", ("another",)),
+    ],
 )
-def test_on_one_machine_or_if_told_so_it_needs_none(no_token, monkeypatch, address, insists):
-    monkeypatch.setenv("COMPOSER_REPLICATION_NO_TOKEN", insists)
-    assert replica._tokens(None, address) == ()
+def test_the_token_is_the_argument_or_the_variable(
+    no_token, monkeypatch, address, environ, argument, tokens
+):
+    def open_server(hostname, tokens):
+        raise Opened(tokens)
 
-
-def test_the_token_is_the_argument_or_the_variable(no_token, monkeypatch):
-    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", "new,old\n")
-    assert replica._tokens(None, NOBODY) == ("new", "old")
-    assert replica._tokens("another", NOBODY) == ("another",)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(replica, "check_lighthouse", lambda *_: None)
+    monkeypatch.setattr(replica, "PeerServer", open_server)
+    with pytest.raises(Opened) as opened:
+        make_manager(replica_id=0, lighthouse_addr=address, token=argument)
+    assert opened.value.args == (tokens,)
 
 
 def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkeypatch, caplog):
     monkeypatch.setenv("TORCHFT_QUORUM_TIMEOUT_SEC", "7")
-    with pytest.raises(ConnectionError):
-        make_manager(replica_id=0, lighthouse_addr=NOBODY)
+    with pytest.raises(ValueError, match="lighthouse_addr='head'"):
+        make_manager(replica_id=0, lighthouse_addr="head")
     assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
         "TORCHFT_QUORUM_TIMEOUT_SEC=7 overrides the argument (torchft's rule)"
     ]

@@ -7,10 +7,12 @@ Real: the server, its sockets and threads. The strangers know its address and ha
 
 import contextlib
 import errno
+import logging
 import socket
 import time
 
 import pytest
+from waiting import wait_until
 
 from composer_replication.replica import peer_server
 from composer_replication.replica.addresses import host_and_port
@@ -189,70 +191,58 @@ def test_old_notices_make_room_for_new_ones(server, monkeypatch):
 # ---- the line ----------------------------------------------------------------------------------
 
 
-class FailingAccept:
-    """A listening socket whose ``accept`` has no file descriptor to give."""
-
-    def __init__(self, listener, accept):
-        self._listener, self.accept = listener, accept
-
-    def __getattr__(self, name):
-        return getattr(self._listener, name)
-
-
 def test_without_file_descriptors_a_server_waits_and_does_not_spin(server, monkeypatch, caplog):
     accepts = []
 
-    def fail():
+    def fail(listener):
         accepts.append(time.monotonic())
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(peer_server, "ACCEPT_PAUSE_S", 0.1)
-    accept = server._listener.accept
-    failing = FailingAccept(server._listener, fail)
-    monkeypatch.setattr(server, "_listener", failing)
-    with connect(server):
-        time.sleep(0.55)
+    with monkeypatch.context() as shortage:
+        shortage.setattr(socket.socket, "accept", fail)
+        with connect(server):
+            time.sleep(0.55)
         assert 1 <= len(accepts) <= 8
         assert caplog.text.count("Cannot accept a connection") == 1
-        failing.accept = accept
-        notices(server).post("a", "yes")
+    notices(server).post("a", "yes")
 
 
-class Line:
-    """Takes 1000 bytes at a time, then as many as are left of a part, then a part and a byte."""
-
-    def __init__(self):
-        self.taken = []
-        self.options = {}
-
-    def settimeout(self, seconds):
-        self.options["timeout"] = seconds
-
-    def setsockopt(self, level, name, value):
-        self.options[name] = value
-
-    def sendmsg(self, parts):
-        parts = list(parts)
-        assert 0 < len(parts) <= peer_server.PARTS_A_CALL and all(map(len, parts))
-        first = len(parts[0])
-        room = [1000, first, first + 1][len(self.taken) % 3]
-        self.taken.append(b"".join(parts)[:room])
-        return len(self.taken[-1])
+def serve_state(server, *parts):
+    """Have the server give a body of these parts."""
+    server.answers["state"] = lambda name: contextlib.nullcontext([*map(memoryview, parts)])
 
 
-def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once():
+def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once(server, monkeypatch):
     # Loopback takes whole parts; here each of the three ways to end within them is met.
     sizes = [1, 0, 4000, 999, 1000, 1001, *range(2000), 0]
-    parts = [memoryview(bytes((size + i) % 251 for i in range(size))) for size in sizes]
-    line = Line()
-    peer_server._send_body(line, parts)
-    assert b"".join(line.taken) == b"".join(parts)
-    assert line.options["timeout"] is None and socket.SO_SNDTIMEO in line.options
+    parts = [bytes((size + i) % 251 for i in range(size)) for size in sizes]
+    serve_state(server, *parts)
+    taken = []
+
+    def take_a_part(line, given):
+        given = list(given)
+        assert 0 < len(given) <= peer_server.PARTS_A_CALL and all(map(len, given))
+        assert line.gettimeout() is None
+        assert any(line.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16))
+        first = len(given[0])
+        room = [1000, first, first + 1][len(taken) % 3]
+        taken.append(b"".join(given)[:room])
+        line.sendall(taken[-1])
+        return len(taken[-1])
+
+    monkeypatch.setattr(socket.socket, "sendmsg", take_a_part)
+    into = bytearray(sum(sizes))
+    client = PeerClient(["secret"], "joiner", 5.0)
+    client.fetch(server.address, "state", "x", deadline=soon(), into=memoryview(into))
+    assert into == b"".join(parts)
 
 
 @pytest.mark.slow
-def test_a_joiner_that_takes_nothing_is_given_up(monkeypatch):
+def test_a_joiner_that_takes_nothing_is_given_up(server, talk, monkeypatch, caplog):
+    caplog.set_level(logging.DEBUG, peer_server.__name__)
     monkeypatch.setattr(peer_server, "SILENT_S", 1)
-    ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(BlockingIOError):
-        peer_server._send_body(ours, [memoryview(bytes(10_000_000))])
+    serve_state(server, bytes(50_000_000))
+    question = talk.question(request=["state", "x"])
+    assert talk.send(question, signed(question)) is None
+    wait_until(lambda: "BlockingIOError" in caplog.text, 10.0)

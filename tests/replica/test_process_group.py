@@ -9,6 +9,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +17,6 @@ import torch
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroupDummy, ProcessGroupNCCL, reconfigure_with_store
 
-from composer_replication.replica import addresses
 from composer_replication.replica.addresses import interface_of
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.process_group import (
@@ -35,17 +35,11 @@ def no_interface_stays_set(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_gloo_is_replaced_on_torch_2_7_only():
-    kind = type(make_process_group("gloo", timeout=10.0))
+def test_the_backends_are_torchft_s_but_for_gloo_and_others_are_refused():
     is_old = torch.__version__.startswith("2.7.")
-    assert kind is (GlooOnTorch27 if is_old else Gloo)
-
-
-def test_nccl_is_torchft_s_but_for_its_address():
+    gloo = make_process_group("gloo", timeout=10.0)
+    assert type(gloo) is (GlooOnTorch27 if is_old else Gloo)
     assert isinstance(make_process_group("nccl", timeout=10.0), ProcessGroupNCCL)
-
-
-def test_another_backend_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
         make_process_group("mpi", timeout=10.0)
 
@@ -59,7 +53,9 @@ def test_a_group_hosts_its_store_on_a_free_port_of_this_machine():
         other.wait(["key"], timedelta(seconds=0.1))  # it is another group's
 
 
-def test_peers_are_told_the_host_it_was_given_and_not_this_machine_s_name(monkeypatch):
+def test_peers_are_told_the_host_it_was_given_or_else_this_machine_s_name(monkeypatch):
+    handle = json.loads(make_process_group("gloo", 10.0).get_reconfigure_handle())
+    assert handle["store"].startswith(f"{socket.gethostname()}:")
     # torchft tells socket.gethostname() for the store, whatever Manager(hostname=) says.
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     group = make_process_group("gloo", 10.0, "127.0.0.1")
@@ -69,11 +65,6 @@ def test_peers_are_told_the_host_it_was_given_and_not_this_machine_s_name(monkey
     socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def test_without_a_host_it_is_the_machine_s_name():
-    handle = json.loads(make_process_group("gloo", 10.0).get_reconfigure_handle())
-    assert handle["store"].startswith(f"{socket.gethostname()}:")
-
-
 def listening_addresses():
     found = psutil.Process().net_connections()
     return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
@@ -81,22 +72,23 @@ def listening_addresses():
 
 @pytest.mark.parametrize("hostname", ["127.0.0.2", "::1"])
 def test_gloo_listens_on_the_address_and_the_job_s_own_groups_where_they_did(hostname, monkeypatch):
-    monkeypatch.setattr(
-        addresses, "_own_addresses", lambda: {"127.0.0.2": "lo", "::1": "lo", "127.0.0.1": "lo"}
-    )
+    own = [SimpleNamespace(address=address) for address in ("127.0.0.1", "127.0.0.2", "::1")]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": own})
     group = make_process_group("gloo", 10.0, hostname)
     assert "GLOO_SOCKET_IFNAME" not in os.environ and "NCCL_SOCKET_IFNAME" not in os.environ
+    store = host_store("localhost")
     before = listening_addresses()
-    created = group._create_pg(torch.distributed.HashStore(), 0, 1)
+    reconfigure_with_store(group, f"localhost:{store.port}/one", 0, 1)
     assert {each[0] for each in listening_addresses() - before} == {hostname}
-    del created
+    group.abort()
 
 
 def test_gloo_follows_the_variable_of_the_user(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     group = make_process_group("gloo", 10.0, "127.0.0.1")
+    store = host_store("localhost")
     with pytest.raises(RuntimeError, match="no-such-interface"):
-        group._create_pg(torch.distributed.HashStore(), 0, 1)
+        reconfigure_with_store(group, f"localhost:{store.port}/one", 0, 1)
 
 
 def test_nccl_s_interface_is_that_of_the_address():

@@ -72,19 +72,19 @@ class Groups:
     """
 
     def __init__(self, letters, min_replica_size=1):
-        self._min_replica_size, self.dead = min_replica_size, set()
-        self.member = {letter: self._start(letter) for letter in letters}
+        self.min_replica_size, self.dead = min_replica_size, set()
+        self.member = {letter: self.start(letter) for letter in letters}
 
-    def _start(self, letter):
+    def start(self, letter):
         return member_of(
             letter,
             find_unreachable=lambda handles: tuple(self.dead.intersection(handles)),
-            min_replica_size=self._min_replica_size,
+            min_replica_size=self.min_replica_size,
         )
 
     def replace(self, letter):
         """Its process is another one now."""
-        self.member[letter] = self._start(letter)
+        self.member[letter] = self.start(letter)
 
     def are_alive(self, *letters, to=None):
         """The lighthouse's page shows these members as alive, to all or to some."""
@@ -108,7 +108,7 @@ class Groups:
         Members in ``fails`` cannot connect. Those in ``left_out`` decline and the others do not.
         """
         handles = {f"{each}:1": self.member[each].add_report(HANDLE, 1) for each in letters}
-        outcomes = {each: self._use(each, quorum_id, handles) for each in letters}
+        outcomes = {each: self.use(each, quorum_id, handles) for each in letters}
         assert all(outcomes.pop(letter) == "declined" for letter in left_out)
         for letter, outcome in outcomes.items():
             if outcome == "connected":
@@ -118,7 +118,7 @@ class Groups:
         assert len(set(outcomes.values())) == 1, f"members are not of one mind: {outcomes}"
         return next(iter(outcomes.values()))
 
-    def _use(self, letter, quorum_id, handles):
+    def use(self, letter, quorum_id, handles):
         member = self.member[letter]
         try:
             member.use(quorum_of(handles, member.name, quorum_id), vote=None)
@@ -523,19 +523,19 @@ class Situation:
     each member, in seconds."""
 
     def __init__(self, monkeypatch, **heard_from):
-        self.now, self._heard_from, self.died = 0.0, heard_from, {}
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep)
+        self.now, self.heard_from, self.died = 0.0, heard_from, {}
+        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(quorum_member, "time", clock)
-        self.missing = MissingMembers(self._read_alive)
+        self.missing = MissingMembers(self.read_alive)
         self.missing.add_all(["b:1", "c:1"])
 
-    def _sleep(self, seconds):
+    def sleep(self, seconds):
         self.now += seconds
 
-    def _read_alive(self):
+    def read_alive(self):
         return frozenset(
             f"{letter}:1"
-            for letter, at in self._heard_from.items()
+            for letter, at in self.heard_from.items()
             if at <= self.now < self.died.get(letter, math.inf)
         )
 

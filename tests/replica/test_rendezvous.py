@@ -1,12 +1,18 @@
-"""The members of a quorum connect all or none, and know soon which it is."""
+"""The members of a quorum connect all or none, and know soon which it is.
+
+An alarm reaches all members of a connection; a broken collective is not waited for.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
+from waiting import wait_until
 
+from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.peer_client import Notices
-from composer_replication.replica.rendezvous import Rendezvous
+from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm
 
 NAMES = ["a:1", "b:1", "c:1"]
 
@@ -68,3 +74,63 @@ def test_a_member_whose_board_is_gone_is_a_failed_connection(boards):
     gone = {**boards, "a:1": "127.0.0.1:9"}
     with pytest.raises(ConnectionError):
         rendezvous(gone, "b:1").wait_for_all()
+
+
+# ---- the alarm ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board(start_server):
+    return start_server().address
+
+
+def members(board, number, count=3):
+    return [SyncAlarm(Notices(board, ["secret"], 5.0), number) for _ in range(count)]
+
+
+def wait_until_raised(alarm):
+    wait_until(lambda: alarm.age_s() is not None, 60)
+
+
+def stays_silent(alarms, seconds=0.6):
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        assert [alarm.age_s() for alarm in alarms] == [None] * len(alarms)
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_one_member_tells_all_and_no_other_connection(board):
+    one, another = members(board, 1), members(board, 2)
+    stays_silent([*one, *another])
+    one[1].raise_for_all()
+    assert one[1].age_s() is not None
+    for alarm in one:
+        wait_until_raised(alarm)
+    stays_silent(another)
+
+
+def test_a_member_that_comes_to_listen_later_hears_it_too(board):
+    members(board, 1)[0].raise_for_all()
+    wait_until_raised(members(board, 1)[0])
+
+
+def test_the_end_of_the_first_member_is_an_alarm(start_server):
+    first = start_server()
+    alarm = SyncAlarm(Notices(first.address, ["secret"], 5.0), 1)
+    stays_silent([alarm])
+    first.close()
+    wait_until_raised(alarm)
+
+
+def hung_work():
+    """torchft's Work around one of gloo's that does not end."""
+    return SimpleNamespace(_work=SimpleNamespace(is_completed=lambda: False), wait=None)
+
+
+@pytest.mark.alone
+def test_a_broken_collective_is_not_waited_for():
+    broken_at = time.monotonic() + 0.2
+    work = InterruptibleWork(hung_work(), lambda: time.monotonic() > broken_at)
+    assert work.wait() is False
+    assert -0.1 < time.monotonic() - broken_at < 2

@@ -58,10 +58,10 @@ def test_otherwise_a_lighthouse_has_to_be_named_and_the_error_has_this_way_too(n
 
 
 def test_with_a_lighthouse_one_replica_is_a_group_that_others_may_join(monkeypatch):
-    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://no-such-host.invalid:29510")
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "head")
     with pytest.raises(ValueError, match="this replica group has no name"):
         make_manager(num_replicas=1)
-    with pytest.raises(ConnectionError):
+    with pytest.raises(ValueError, match="lighthouse_addr='head'"):
         make_manager(num_replicas=1, replica_id=0)
 
 
@@ -124,21 +124,3 @@ def test_it_is_bitwise_the_one_group_of_a_lighthouse(settings, wire_format, star
     assert leaves.keys() == others.keys()
     assert [name for name in leaves if not is_same(leaves[name], others[name])] == []
     assert found[0]["outer_step"] > 3
-
-
-@pytest.mark.parametrize("num_fragments", [1, 2])
-def test_with_plain_averaging_it_is_training_without_diloco(num_fragments):
-    plain = TinyMLP()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    _, seen = train(
-        make_manager(num_replicas=1),
-        sync_every=4,
-        num_fragments=num_fragments,
-        outer_lr=1.0,
-        outer_momentum=0.0,
-    )
-    for step, local in enumerate(seen):
-        optimizer.zero_grad()
-        mse(plain, *batch(0, step)).backward()
-        optimizer.step()
-        torch.testing.assert_close(local, [*plain.parameters()], rtol=0, atol=1e-6)

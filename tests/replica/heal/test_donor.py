@@ -3,6 +3,7 @@
 Real: the servers on loopback. The donor's global state is a script.
 """
 
+import socket
 import threading
 import time
 import weakref
@@ -11,13 +12,10 @@ from datetime import timedelta
 import pytest
 import torch
 from scripted_state import ScriptedState
+from waiting import wait_until
 
-from composer_replication.replica import peer_server
 from composer_replication.replica.heal import donor as donors
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.heal.donor import KEPT_S
-from composer_replication.replica.heal.prefetch import Prefetch
-from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.peer_client import PeerError
 
 LIMIT = timedelta(seconds=10)
@@ -27,8 +25,8 @@ WAIT_S = 20.0
 class Group:
     """A donor or a joiner. As a donor it has a state with a tensor that a test can change."""
 
-    def __init__(self, server, timeout=10.0):
-        self.transport = HealTransport(server, timeout)
+    def __init__(self, transport):
+        self.transport = transport
         self.theta = torch.arange(1000.0)
         self.state = ScriptedState(lambda: {"outer_step": self.step, "theta": self.theta})
         self.step = 4
@@ -69,14 +67,26 @@ class Group:
         address = donor.transport.metadata()
         return self.transport.recv_checkpoint(0, address, donor.step, limit)["user"]["diloco"]
 
-    @property
-    def kept(self):
-        return self.transport._donor._copy()
+
+@pytest.fixture
+def group(transports):
+    return lambda timeout=10.0: Group(transports(timeout=timeout))
 
 
 @pytest.fixture
-def group(start_server):
-    return lambda *arguments: Group(start_server(), *arguments)
+def before_body(monkeypatch):
+    """Has a function called with the sizes before a server sends parts of a body."""
+    send = socket.socket.sendmsg
+
+    def call_before(act):
+        def first_act(connection, parts):
+            parts = list(parts)
+            act(sum(map(len, parts)))
+            return send(connection, parts)
+
+        monkeypatch.setattr(socket.socket, "sendmsg", first_act)
+
+    return call_before
 
 
 @pytest.fixture
@@ -107,6 +117,20 @@ def work(monkeypatch, before_hash):
     before_hash(lambda: done.append("hash"))
     monkeypatch.setattr(state_bytes, "dump", noting_dump)
     return done
+
+
+@pytest.fixture
+def num_kept(monkeypatch):
+    """Tells how many copies of the state are in memory."""
+    made, dump = [], state_bytes.dump
+
+    def noting_dump(content, *, copies=False):
+        body = dump(content, copies=copies)
+        made.extend(map(weakref.ref, body) if copies else ())
+        return body
+
+    monkeypatch.setattr(state_bytes, "dump", noting_dump)
+    return lambda: sum(copy() is not None for copy in made)
 
 
 # ---- in the quorum -----------------------------------------------------------------------------
@@ -148,18 +172,11 @@ def test_the_donor_itself_goes_on_while_the_name_is_computed(group, before_hash)
     assert joiner.heal(donor)["outer_step"] == 4
 
 
-def test_what_is_fetched_after_the_vote_is_never_a_mixture(group, monkeypatch):
+def test_what_is_fetched_after_the_vote_is_never_a_mixture(group, before_body):
     donor, late = group(), group()
     donor.enter_quorum()
     offer = late.ask(donor, "offer", str(donor.step))
-    send = peer_server._send_body
-
-    def after_the_vote(connection, body):
-        donor.transport.disallow_checkpoint()
-        donor.commit()
-        send(connection, body)
-
-    monkeypatch.setattr(peer_server, "_send_body", after_the_vote)
+    before_body(lambda _: donor.transport.disallow_checkpoint() or donor.commit())
     with pytest.raises(PeerError, match="damaged"):
         late.fetch(donor, offer)
 
@@ -178,46 +195,40 @@ def test_a_name_that_was_overtaken_by_the_vote_is_not_given(group, before_hash):
 # ---- memory ------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_released_as_soon_as_all_who_asked_have_it(group):
+def test_a_copy_is_released_as_soon_as_all_who_asked_have_it(group, num_kept):
     donor, one, other = group(), group(), group()
     offers = [each.ask(donor, "copy") for each in (one, other)]
     assert offers[0] == offers[1]
-    copy = weakref.ref(donor.kept)
     one.fetch(donor, offers[0])
-    assert donor.kept is copy()
+    assert num_kept() == 1
     other.fetch(donor, offers[1])
-    until = time.monotonic() + WAIT_S  # the server's thread ends after the last byte
-    while copy() is not None and time.monotonic() < until:
-        time.sleep(0.01)
-    assert donor.kept is None and copy() is None
+    wait_until(lambda: num_kept() == 0, WAIT_S)  # the server's thread ends after the last byte
 
 
-def test_a_newer_copy_is_made_when_the_older_one_is_gone(group):
+def test_a_newer_copy_is_made_when_the_older_one_is_gone(group, num_kept):
     donor, joiner = group(), group()
     joiner.ask(donor, "copy")  # and it never fetches it
-    older = weakref.ref(donor.kept)
     donor.commit()
-    alive = []
-    donor.state._state = lambda: alive.append(older()) or {"theta": donor.theta}
+    kept = []
+    donor.state.state = lambda: kept.append(num_kept()) or {"theta": donor.theta}
     assert joiner.ask(donor, "copy").step == 5
-    assert alive == [None]
+    assert kept == [0]
 
 
-def test_while_a_copy_is_being_sent_there_is_no_other(group, monkeypatch):
+def test_while_a_copy_is_being_sent_there_is_no_other(group, before_body):
     donor, slow, other = group(), group(), group()
-    send, is_sending, may_end = peer_server._send_body, threading.Event(), threading.Event()
+    is_sending, may_end = threading.Event(), threading.Event()
 
-    def wait(connection, body):
+    def wait(_):
         is_sending.set()
         assert may_end.wait(WAIT_S)
-        send(connection, body)
 
     offer = slow.ask(donor, "copy")
-    monkeypatch.setattr(peer_server, "_send_body", wait)
+    before_body(wait)
     fetching = threading.Thread(target=slow.fetch, args=(donor, offer))
     fetching.start()
     assert is_sending.wait(WAIT_S)
-    monkeypatch.setattr(peer_server, "_send_body", send)
+    before_body(lambda _: None)
     donor.commit()
     assert other.ask(donor, "copy") == offer  # older, and its step says so
     donor.enter_quorum()  # and in a quorum there is no copy at all
@@ -227,22 +238,24 @@ def test_while_a_copy_is_being_sent_there_is_no_other(group, monkeypatch):
     fetching.join()
 
 
-def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, monkeypatch):
+def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, num_kept, monkeypatch):
     donor, joiner = group(), group()
     joiner.ask(donor, "copy")
     donor.transport.disallow_checkpoint()
-    assert donor.kept is not None  # its joiner may be about to fetch it
-    donor.kept.made_at -= KEPT_S
+    assert num_kept() == 1  # its joiner may be about to fetch it
+    monkeypatch.setattr(donors, "KEPT_S", 0.0)
     donor.transport.disallow_checkpoint()
-    assert donor.kept is None
+    assert num_kept() == 0
 
 
-def test_a_donor_that_has_left_keeps_nothing(group):
+def test_a_donor_that_has_left_keeps_nothing(group, num_kept):
     donor, joiner = group(), group()
     joiner.ask(donor, "copy")
     donor.enter_quorum()
     donor.transport.shutdown()
-    assert donor.kept is None and donor.transport._donor._quorum is None
+    theta = weakref.ref(donor.theta)
+    del donor.theta
+    assert num_kept() == 0 and theta() is None
 
 
 # ---- beside training ---------------------------------------------------------------------------
@@ -260,7 +273,7 @@ def test_an_outer_step_waits_for_no_copy_and_the_copy_is_made_again(group):
             taken.append(stepping.is_alive())
         return state
 
-    donor.state._state = overtaken
+    donor.state.state = overtaken
     offer = joiner.ask(donor, "copy")
     assert taken == [False] and offer.step == 5
     assert torch.equal(state_bytes.load(joiner.fetch(donor, offer))["theta"], donor.theta)
@@ -275,7 +288,7 @@ def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(gro
         steps[-1].join(0.2)
         return {"outer_step": donor.step, "theta": donor.theta}
 
-    donor.state._state = overtaken
+    donor.state.state = overtaken
     offer = joiner.ask(donor, "copy")
     assert len(steps) == 3 and offer.step == 6
     steps[-1].join()
@@ -288,7 +301,7 @@ def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(gro
 @pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
 def test_the_waits_for_offer_and_name_scale_with_the_bytes(
-    group, monkeypatch, before_hash, bytes_per_s
+    group, monkeypatch, before_hash, has_quorum, fetch_ahead, bytes_per_s
 ):
     # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
     monkeypatch.setattr(donors, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
@@ -296,8 +309,8 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(
     limit = timedelta(seconds=0.5)
 
     def ask_ahead():
-        ahead = Prefetch(joiner.transport, lighthouse_addr="", rank=0, timeout=0.5)
-        ahead._fetch_from(donor.transport.metadata())
+        has_quorum((donor.step, donor.transport.metadata()))
+        fetch_ahead(joiner.transport, timeout=0.5)
 
     def heal():
         donor.commit()
@@ -320,16 +333,9 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(
 
 
 @pytest.mark.slow
-def test_the_wait_for_the_rest_scales_with_its_bytes(group, monkeypatch):
+def test_the_wait_for_the_rest_scales_with_its_bytes(group, before_body, monkeypatch):
     monkeypatch.setattr(donors, "SLOWEST_BYTES_PER_S", 400.0)  # 4000 bytes: 10 s
     donor, joiner = group(0.5), group(5.0)
-    send = peer_server._send_body
-
-    def slowly(connection, body):
-        if sum(map(len, body)) > 800:  # no offer
-            time.sleep(0.7)
-        send(connection, body)
-
-    monkeypatch.setattr(peer_server, "_send_body", slowly)
+    before_body(lambda size: time.sleep(0.7 * (size > 800)))  # of the state
     donor.enter_quorum()
     assert joiner.heal(donor, timedelta(seconds=0.5))["outer_step"] == 4

@@ -1,4 +1,4 @@
-"""Fetching the state ahead of the quorum among strangers.
+"""Fetching the state ahead of the quorum, also among strangers.
 
 Run: pytest tests/replica/heal/test_prefetch.py.
 
@@ -7,9 +7,10 @@ are the lighthouse's page and torchft's managers; tests/integration/test_joins.p
 """
 
 import socket
+import threading
 import time
+from datetime import timedelta
 from http.client import HTTPException
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,107 +19,189 @@ from strange_servers import strange_server
 
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.heal import prefetch
-from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import LighthouseStatus, Member
-from composer_replication.replica.peer_client import receive, send
+from composer_replication.replica.peer_client import PeerClient, PeerError, receive, send
 
 STATE = {"outer_step": 4, "fragments": [{"theta": {"w": torch.arange(6.0)}}]}
 
 
 @pytest.fixture
-def has_quorum(monkeypatch):
-    """Have a last quorum of these members, each with its step and what its manager says."""
-
-    def form(*members):
-        told = {f"http://localhost:{number}": member for number, member in enumerate(members, 1)}
-        found = tuple(Member(f"{a}:1", step, a) for a, (step, _) in told.items())
-        status = LighthouseStatus(found, alive=frozenset(each.replica_id for each in found))
-        monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
-        monkeypatch.setattr(prefetch, "ManagerClient", lambda a, **_: FakeManager(told[a][1]))
-        connects, managers = prefetch.can_connect, range(1, len(told) + 1)
-        monkeypatch.setattr(prefetch, "can_connect", lambda *a: a[1] in managers or connects(*a))
-
-    return form
-
-
-class FakeManager(NamedTuple):
-    """A torchft manager's server, which tells where its rank's state is."""
-
-    address: str
-
-    def _checkpoint_metadata(self, rank, timeout):
-        return self.address
-
-
-@pytest.fixture
-def transport(start_server):
-    return lambda: HealTransport(start_server(), 5.0)
-
-
-@pytest.fixture
-def donor(transport):
+def donor(transports):
     def make(state=STATE, step=4):
-        made = transport()
+        made = transports()
         made.serve(lambda: step, ScriptedState(state))
         return made
 
     return make
 
 
-@pytest.fixture
-def fetch_ahead(transport):
-    def fetch():
-        joiner = transport()
-        Prefetch(joiner, lighthouse_addr="http://localhost:1", rank=0, timeout=5.0).fetch()
-        return joiner
-
-    return fetch
+# ---- strangers, and donors that go ---------------------------------------------------------------
 
 
 def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(
-    ends, has_quorum, donor, fetch_ahead
+    ends, has_quorum, donor, transports, fetch_ahead
 ):
-    honest, answers = donor(), []
+    honest, joiner, answers = donor(), transports(), []
 
-    def relay(joiner):
+    def relay(asking):
         """Pass what a joiner asks on to an honest donor, over one connection, and keep it all."""
         until = time.monotonic() + 5
         with socket.create_connection(host_and_port(honest.metadata()), 5) as asked:
-            send(joiner, receive(asked, 1000, until), until)
-            send(asked, receive(joiner, 1000, until), until)
+            send(asking, receive(asked, 1000, until), until)
+            send(asked, receive(asking, 1000, until), until)
             answers.append(receive(asked, 1000, until))
-            send(joiner, answers[-1], until)
+            send(asking, answers[-1], until)
 
     address = ends.enter_context(strange_server(relay))
     # The stranger is of the highest step, so that joiners ask it first.
     has_quorum((4, honest.metadata()), (10**6, address))
-    joiner = fetch_ahead()
+    fetch_ahead(joiner)
     assert answers == [{"error": "rejected"}]
     assert len(joiner.downloads) == 1  # from the honest donor
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999999", "[bad:1", "", "127.0.0.1\r\nX: y:80"])
-def test_a_stranger_s_odd_address_does_not_end_a_joiner(has_quorum, donor, fetch_ahead, address):
-    honest = donor()
+def test_a_stranger_s_odd_address_does_not_end_a_joiner(
+    has_quorum, donor, transports, fetch_ahead, address
+):
+    honest, joiner = donor(), transports()
     has_quorum((4, honest.metadata()), (10**6, address))
-    assert len(fetch_ahead().downloads) == 1
+    fetch_ahead(joiner)
+    assert len(joiner.downloads) == 1
 
 
-def test_a_donor_that_dies_in_the_middle_is_followed_by_the_next(has_quorum, donor, fetch_ahead):
-    def die():  # it says what it has, and is gone when it makes the copy
-        raise HTTPException("killed")
+def test_a_donor_that_fails_in_the_middle_is_followed_by_the_next(
+    has_quorum, donor, transports, fetch_ahead, caplog
+):
+    def fail():  # it says what it has, and fails when it makes the copy
+        raise HTTPException("out of memory")
 
-    dying, honest = donor(die, 5), donor()
-    has_quorum((5, dying.metadata()), (4, honest.metadata()))
-    assert len(fetch_ahead().downloads) == 1
+    failing, honest, joiner = donor(fail, 5), donor(), transports()
+    has_quorum((5, failing.metadata()), (4, honest.metadata()))
+    fetch_ahead(joiner, timeout=0.6)
+    assert len(joiner.downloads) == 1
+    assert f"No global state from {failing.metadata()}: " in caplog.text
+    has_quorum((5, failing.metadata()))
+    message = "1 replica groups .* could not be fetched from any. The last error: "
+    with pytest.raises(PeerError, match=message):
+        fetch_ahead(transports(), timeout=0.6)
 
 
-def test_a_donor_that_leaves_while_it_is_asked_is_no_reason_to_fail(has_quorum, donor, fetch_ahead):
-    def leave():
-        leaving.shutdown()
-        raise KeyError("it has gone")
+@pytest.mark.parametrize("error", [KeyError, HTTPException], ids=["leaves", "dies"])
+def test_a_donor_that_goes_while_it_is_asked_is_no_reason_to_fail(
+    start_server, has_quorum, transports, fetch_ahead, error
+):
+    def go():
+        if error is HTTPException:
+            server.close()
+        going.shutdown()
+        raise error("it has gone")
 
-    leaving = donor(leave)
-    has_quorum((4, leaving.metadata()), (0, "127.0.0.1:1"))
-    assert fetch_ahead().downloads == {}
+    server, joiner = start_server(), transports()
+    going = HealTransport(server, 5.0)
+    going.serve(lambda: 4, ScriptedState(go))
+    has_quorum((4, going.metadata()), (0, "127.0.0.1:1"))
+    fetch_ahead(joiner)
+    assert joiner.downloads == {} and joiner.fetched_state() is None
+
+
+# ---- beside the others' syncs --------------------------------------------------------------------
+
+
+class Training:
+    """What a donor in training does: its manager's step, and how long its state takes to come."""
+
+    def __init__(self, donor):
+        self.donor, self.step, self.delay_s = donor, 4, 0.0
+        self.commits = self.is_syncing = False
+        self.state = ScriptedState(lambda: STATE | {"outer_step": self.step})
+        donor.serve(lambda: self.step, self.state, lambda: self.is_syncing)
+
+    def commit(self):
+        self.state.version += 1
+        self.step += 1
+        self.is_syncing = False
+
+
+@pytest.fixture
+def training(transports, has_quorum, monkeypatch):
+    training = Training(transports())
+    has_quorum((4, training.donor.metadata()))
+    fetch = PeerClient.fetch
+
+    def slow(*arguments, **more):
+        time.sleep(training.delay_s)
+        if training.commits:
+            training.commit()
+        return fetch(*arguments, **more)
+
+    monkeypatch.setattr(PeerClient, "fetch", slow)
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 0.0)
+    return training
+
+
+def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(
+    transports, training, fetch_ahead
+):
+    joiner = transports()
+    ahead = fetch_ahead(joiner)
+    first = ahead.newest()
+    assert first["outer_step"] == 4 and ahead.newest() is first
+    training.commit()
+    second = ahead.newest()
+    assert second["outer_step"] == 5 and ahead.newest() is second
+    sent = {"user": {"diloco": STATE | {"outer_step": 5}}, "torchft": {"step": 5}}
+    training.donor.send_checkpoint([1], 5, sent, timedelta(seconds=10))
+    received = joiner.recv_checkpoint(0, training.donor.metadata(), 5, timedelta(seconds=10))
+    assert received["user"]["diloco"] is second
+
+
+def test_a_state_whose_donor_has_left_is_still_one_to_prepare(
+    transports, training, has_quorum, fetch_ahead
+):
+    ahead = fetch_ahead(transports())
+    first = ahead.newest()
+    has_quorum()
+    training.donor.shutdown()
+    assert ahead.newest() is first
+    assert fetch_ahead(transports()).newest() is None
+
+
+@pytest.mark.slow
+def test_a_joiner_does_not_keep_a_state_that_a_sync_is_about_to_change(
+    transports, training, fetch_ahead, monkeypatch
+):
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 1e6)  # times a download of a moment
+    ahead = fetch_ahead(transports())
+    training.is_syncing = True
+    threading.Timer(1.0, training.commit).start()
+    assert ahead.newest()["outer_step"] == 5
+
+
+@pytest.mark.slow
+def test_a_joiner_that_is_too_slow_for_the_others_rounds_leaves_the_rest_to_the_quorum(
+    transports, training, fetch_ahead, monkeypatch
+):
+    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 1e6)
+    ahead = fetch_ahead(transports())
+    training.commit()
+    threading.Timer(0.5, training.commit).start()
+    found = ahead.newest()
+    assert found["outer_step"] == 6
+    training.commit()  # while it prepares what it has fetched right after a commit
+    assert ahead.newest() is found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_slow_joiner_leaves_with_the_figures_if_it_would_hold_up_the_others(
+    transports, training, fetch_ahead, commits
+):
+    training.delay_s, training.commits = 0.6, commits
+    joiner = transports()
+    if not commits:  # the others sync more slowly still
+        fetch_ahead(joiner, timeout=2.0)
+        assert joiner.downloads
+        return
+    with pytest.raises(PeerError, match=r"takes \d\.\d s .* this group leaves. Use a faster link"):
+        fetch_ahead(joiner, timeout=2.0)

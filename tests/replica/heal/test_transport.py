@@ -8,8 +8,6 @@ import itertools
 import logging
 import pickle
 import re
-import socket
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,23 +17,12 @@ import torch
 from scripted_state import ScriptedState
 from strange_servers import strange_server
 
-from composer_replication.replica.heal import prefetch
-from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import LighthouseStatus, Member
-from composer_replication.replica.peer_client import PeerClient, PeerError, send
+from composer_replication.replica.peer_client import PeerError, send
 from composer_replication.replica.peer_client import receive as receive_message
 
 STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}
 SENT = {"user": {"diloco": STATE, "clock": {"batch": 7}}, "torchft": {"step": 4}}
 LIMIT = timedelta(seconds=10)
-
-
-@pytest.fixture
-def transports(start_server):
-    def make(*tokens, timeout=10.0, name=""):
-        return HealTransport(start_server(*tokens), timeout, name)
-
-    return make
 
 
 def receive(joiner, donor, step=4):
@@ -79,9 +66,7 @@ class Marker:
         return Path.touch, (self.path,)
 
 
-@pytest.fixture
-def rogue(tmp_path):
-    """A server that answers every request with a pickle that runs code."""
+def test_a_stranger_s_pickle_is_refused_before_it_is_looked_at(transports, tmp_path):
     marker = tmp_path / "executed"
 
     def answer(connection):
@@ -92,13 +77,8 @@ def rogue(tmp_path):
         connection.sendall(len(body).to_bytes(4, "little") + body)
 
     with strange_server(answer) as address:
-        yield address, marker
-
-
-def test_a_stranger_s_pickle_is_refused_before_it_is_looked_at(transports, rogue):
-    address, marker = rogue
-    with pytest.raises(PeerError, match="UnicodeDecodeError"):
-        transports().recv_checkpoint(0, address, 4, LIMIT)
+        with pytest.raises(PeerError, match="UnicodeDecodeError"):
+            transports().recv_checkpoint(0, address, 4, LIMIT)
     assert not marker.exists()
 
 
@@ -148,149 +128,3 @@ def test_a_heal_is_in_the_log_of_both_sides(transports, caplog):
     assert len(given) == 2  # the state, and the rest
     [taken] = re.findall(rf"manager step 4 from {donor.metadata()}: .* sha256 (\w+)", caplog.text)
     assert taken in given
-
-
-# ---- ahead of the quorum -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def in_training(transports, monkeypatch):
-    """A donor in training; its manager's step, and how long a state takes to arrive."""
-    donor = transports()
-    now = {"step": 4, "delay_s": 0.0, "commits": False, "is_syncing": False}
-    now["state"] = ScriptedState(lambda: STATE | {"outer_step": now["step"]})
-    donor.serve(lambda: now["step"], now["state"], lambda: now["is_syncing"])
-    status = LighthouseStatus((Member("0:uuid", 4, "http://manager"),), "")
-    monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
-    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([donor.metadata()]))
-    fetch = PeerClient.fetch
-
-    def slow(*arguments, **more):
-        time.sleep(now["delay_s"])
-        now["step"] += now["commits"]
-        now["state"].version += now["commits"]
-        return fetch(*arguments, **more)
-
-    monkeypatch.setattr(PeerClient, "fetch", slow)
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 0.0)
-    return donor, now
-
-
-def fetch_ahead(joiner, timeout=10.0):
-    ahead = prefetch.Prefetch(
-        joiner,
-        lighthouse_addr="http://localhost:1",
-        rank=0,
-        timeout=timeout,
-    )
-    ahead.fetch()
-    return ahead
-
-
-def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(
-    transports, in_training
-):
-    donor, now = in_training
-    joiner = transports()
-    ahead = fetch_ahead(joiner)
-    first = ahead.newest()
-    assert first["outer_step"] == 4 and ahead.newest() is first
-    now["step"], now["state"].version = 5, now["state"].version + 1
-    second = ahead.newest()
-    assert second["outer_step"] == 5 and ahead.newest() is second
-    sent = SENT | {"user": {"diloco": STATE | {"outer_step": 5}}}
-    donor.send_checkpoint([1], 5, sent, LIMIT)
-    assert receive(joiner, donor, step=5)["user"]["diloco"] is second
-
-
-def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, in_training, monkeypatch):
-    donor, _ = in_training
-    joiner = transports()
-    ahead = fetch_ahead(joiner)
-    first = ahead.newest()
-    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([]))
-    donor.shutdown()
-    assert ahead.newest() is first
-
-
-def test_there_is_nothing_to_prepare_if_there_was_no_donor(transports, in_training, monkeypatch):
-    monkeypatch.setattr(prefetch, "_donors", lambda *_: iter([]))
-    assert fetch_ahead(transports()).newest() is None
-
-
-@pytest.mark.slow
-def test_a_joiner_does_not_keep_a_state_that_a_sync_is_about_to_change(
-    transports, in_training, monkeypatch
-):
-    _, now = in_training
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 4.0)
-    ahead = fetch_ahead(transports())
-    ahead._began = time.monotonic() - 5.0
-    now["is_syncing"] = True
-
-    def commit():
-        now["state"].version += 1
-        now["step"], now["is_syncing"] = 5, False
-
-    threading.Timer(1.0, commit).start()
-    assert ahead.newest()["outer_step"] == 5
-
-
-@pytest.mark.slow
-def test_a_joiner_that_is_too_slow_for_the_others_rounds_leaves_the_rest_to_the_quorum(
-    transports, in_training, monkeypatch
-):
-    _, now = in_training
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 4.0)
-    ahead = fetch_ahead(transports())
-    ahead._began = time.monotonic() - 5.0
-
-    def commit():
-        now["state"].version += 1
-        now["step"] += 1
-
-    commit()
-    threading.Timer(0.5, commit).start()
-    found = ahead.newest()
-    assert found["outer_step"] == 6
-    commit()  # while it prepares what it has fetched right after a commit
-    assert ahead.newest() is found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("commits", [True, False])
-def test_a_slow_joiner_leaves_with_the_figures_if_it_would_hold_up_the_others(
-    transports, in_training, commits
-):
-    _, now = in_training
-    now |= {"delay_s": 0.6, "commits": commits}
-    joiner = transports()
-    if not commits:  # the others sync more slowly still
-        fetch_ahead(joiner, timeout=2.0)
-        assert joiner.downloads
-        return
-    with pytest.raises(PeerError, match=r"takes \d\.\d s .* this group leaves. Use a faster link"):
-        fetch_ahead(joiner, timeout=2.0)
-
-
-@pytest.mark.slow
-def test_a_donor_that_dies_or_lies_does_not_end_the_joiner_while_there_is_another(
-    transports, in_training, monkeypatch, rogue, caplog
-):
-    donor, _ = in_training
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        dead = f"127.0.0.1:{closed.getsockname()[1]}"
-        donors = [dead, rogue[0], "[bad:1", "127.0.0.1:99999999", donor.metadata()]
-        monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors))
-        joiner = transports()
-        fetch_ahead(joiner)
-        assert joiner.downloads
-        for each in donors[:-1]:
-            assert f"No global state from {each}: " in caplog.text
-        monkeypatch.setattr(prefetch, "_donors", lambda *_: iter(donors[:-1]))
-        # Those that are not there are no donors; the other one answers, and lies.
-        with pytest.raises(
-            PeerError, match="1 replica groups .* could not be fetched from any. The last error: "
-        ):
-            fetch_ahead(transports())

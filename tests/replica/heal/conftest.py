@@ -1,0 +1,53 @@
+"""Transports on loopback, and the quorums in which joiners find their donors."""
+
+from typing import NamedTuple
+
+import pytest
+
+from composer_replication.replica.heal import prefetch
+from composer_replication.replica.heal.prefetch import Prefetch
+from composer_replication.replica.heal.transport import HealTransport
+from composer_replication.replica.lighthouse import LighthouseStatus, Member
+
+
+@pytest.fixture
+def transports(start_server):
+    def make(*tokens, timeout=10.0, name=""):
+        return HealTransport(start_server(*tokens), timeout, name)
+
+    return make
+
+
+class FakeManager(NamedTuple):
+    """A torchft manager's server, which tells where its rank's state is."""
+
+    address: str
+
+    def _checkpoint_metadata(self, rank, timeout):
+        return self.address
+
+
+@pytest.fixture
+def has_quorum(monkeypatch):
+    """Have a last quorum of these members, each with its step and what its manager says."""
+
+    def form(*members):
+        told = {f"http://localhost:{number}": member for number, member in enumerate(members, 1)}
+        found = tuple(Member(f"{a}:1", step, a) for a, (step, _) in told.items())
+        status = LighthouseStatus(found, alive=frozenset(each.replica_id for each in found))
+        monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
+        monkeypatch.setattr(prefetch, "ManagerClient", lambda a, **_: FakeManager(told[a][1]))
+        connects, managers = prefetch.can_connect, range(1, len(told) + 1)
+        monkeypatch.setattr(prefetch, "can_connect", lambda *a: a[1] in managers or connects(*a))
+
+    return form
+
+
+@pytest.fixture
+def fetch_ahead():
+    def fetch(joiner, timeout=5.0):
+        ahead = Prefetch(joiner, lighthouse_addr="http://localhost:1", rank=0, timeout=timeout)
+        ahead.fetch()
+        return ahead
+
+    return fetch
