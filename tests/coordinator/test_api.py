@@ -187,20 +187,16 @@ def test_no_value_of_the_model_section_leaves_the_coordinator(client):
     assert "a-secret" not in info.text
 
 
-def test_who_has_another_model_is_refused_with_the_first_tensor_that_differs(client):
-    register(client, tensors={"a": "(2,) torch.float32", "b": "(3,) torch.float32"})
-    other = {"a": "(2,) torch.float32", "b": "(4,) torch.float32"}
-    answer = register(client, "1", model="sha256 bb", tensors=other)
-    difference = "b: '(4,) torch.float32' here, '(3,) torch.float32' there"
-    assert answer.status_code == 422 and f"another model: {difference}." in answer.json()["detail"]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
             {"model": "sha256 bb"},
             "model: 'sha256 bb' here, '2 tensors, sha256 aa' there. Use the run's model config",
+        ),
+        (
+            {"model": "sha256 bb", "tensors": {"a": "(2,)", "b": "(4,)"}},
+            "another model: b: '(4,)' here, '(3,)' there.",
         ),
         ({"torchft": "2026.1.1"}, "this group has torchft 2026.1.1, the run has 2026.10.26"),
         (
@@ -210,7 +206,7 @@ def test_who_has_another_model_is_refused_with_the_first_tensor_that_differs(cli
     ],
 )
 def test_who_does_not_fit_is_refused_with_the_first_difference(client, changes, message):
-    register(client)
+    register(client, tensors={"a": "(2,)", "b": "(3,)"} if "tensors" in changes else {})
     answer = register(client, "1", **changes)
     assert answer.status_code == 422 and message in answer.json()["detail"]
     assert len(client.get("/v1/status").json()["replicas"]) == 1
@@ -284,35 +280,24 @@ def test_a_dataset_is_made_once(client):
     answer = post(client, "datasets", **C4 | {"seed": 8})
     assert answer.status_code == 409 and "seed 7, not 8" in answer.json()["detail"]
     answer = post(client, "datasets", dataset_id="d", length=2**40, seed=0, unit_size=1)
-    assert (
-        answer.status_code == 422 and "use a unit_size of 65536 or more" in answer.json()["detail"]
-    )
-    assert open_stream(client).status_code == 201
+    assert answer.status_code == 422 and "unit_size of 65536 or more" in answer.json()["detail"]
+    answer = open_stream(client, "x", dataset_id="other")
     unknown = "There is no dataset 'other': create it first."
-    for answer in (
-        client.get("/v1/datasets/other"),
-        open_stream(client, "x", dataset_id="other"),
-    ):
-        assert (answer.status_code, answer.json()["detail"]) == (422, unknown)
+    assert (answer.status_code, answer.json()["detail"]) == (422, unknown)
 
 
 def test_samples_from_a_lease_into_the_model(client, stream):
     assert open_stream(client).json() == {"stream": stream}
     assert open_stream(client, replica_id="1").status_code == 422
-    answers = [post(client, f"streams/{stream}/leases", number=n, epoch=0) for n in (0, 1, 2, 3)]
+    answers = [post(client, f"streams/{stream}/leases", number=n, epoch=0) for n in (0, 1, 2, 9)]
     assert {answer.status_code for answer in answers} == {201}
     leases = [answer.json() for answer in answers]
-    assert sorted(lease["unit"] for lease in leases[:3]) == [0, 1, 2]
-    sizes = [4 if lease["unit"] == 2 else 8 for lease in leases[:3]]
-    for number, lease in enumerate(leases[:3]):
-        expected = {"number": number, "epoch": 0, "unit": lease["unit"], "start": 0}
-        before = sum(sizes[:number])
-        expected |= {"stop": sizes[number], "stream_start": before, "is_open": True}
-        assert lease == expected
-    empty = {"number": 3, "epoch": 0, "unit": 0, "start": 0, "stop": 0, "stream_start": 20}
-    assert leases[3] == empty | {"is_open": True}
-    skipped = post(client, f"streams/{stream}/leases", number=9, epoch=0)
-    assert skipped.json()["is_open"] is False
+    assert leases.pop()["is_open"] is False
+    sizes, before = [4 if lease["unit"] == 2 else 8 for lease in leases], 0
+    for number, (lease, size) in enumerate(zip(leases, sizes, strict=True)):
+        expected = {"number": number, "epoch": 0, "unit": lease["unit"], "start": 0, "stop": size}
+        assert lease == expected | {"stream_start": before, "is_open": True}
+        before += size
 
     report = {"outer_step": 3, "ledger": [[stream, 12, 16], [5, 1, 1]], "present": [stream]}
     for _ in range(2):
@@ -331,31 +316,24 @@ def test_a_stream_is_released_and_reopened_and_the_run_rewound(client, stream):
         post(client, f"streams/{stream}/leases", number=number, epoch=0)
     answer = post(client, f"streams/{stream}/release", ledger=[[stream, 4, 6], [5, 0, 1]])
     assert (answer.status_code, answer.json()) == (200, {"unknown": [5]})
-    told = dataset(client)
-    assert (told["epochs"][0]["available"], told["trained_in_part"]) == (16, 2)
+    assert dataset(client)["trained_in_part"] == 2
 
-    answer = post(client, f"streams/{stream}/reopen", position=6, session="one")
-    assert (answer.status_code, answer.json()) == (200, {"stream": stream})
-    answer = post(client, f"streams/{stream}/reopen", position=3, session="one")
+    reopen, own = f"streams/{stream}/reopen", {"session": "one"}
+    assert post(client, reopen, position=6, **own).json() == {"stream": stream}
+    answer = post(client, reopen, position=3, **own)
     assert answer.status_code == 422 and "4 samples are committed" in answer.json()["detail"]
 
     answer = post(client, "rewind", outer_step=2, ledger=[[stream, 1, 2]])
     assert (answer.status_code, answer.json()) == (200, {"outer_step": 2})
-    assert dataset(client)["epochs"][0]["done"] == 1
     status = client.get("/v1/status").json()
     assert status["outer_step"] == 2 and status["datasets"] == [dataset(client)]
     beat(client, outer_step=4)
     assert client.get("/v1/status").json()["outer_step"] == 4
 
-
-def test_samples_that_others_have_are_gone(client, stream):
-    post(client, f"streams/{stream}/leases", number=0, epoch=0)
-    answer = post(client, f"streams/{stream}/reopen", position=9, session="one")
-    assert answer.status_code == 422 and "0 samples are committed" in answer.json()["detail"]
     post(client, f"streams/{stream}/release", ledger=[])
     other = open_stream(client, "two/0").json()["stream"]
     post(client, f"streams/{other}/leases", number=0, epoch=0)
-    answer = post(client, f"streams/{stream}/reopen", position=0, session="one")
+    answer = post(client, reopen, position=1, **own)
     assert answer.status_code == 410 and "leased to others or done" in answer.json()["detail"]
 
 
@@ -372,14 +350,10 @@ def test_a_stream_of_another_state_folder_is_not_found(client, stream):
 @pytest.mark.parametrize(
     "body",
     [
-        {"ledger": [[1, 2]]},
         {"ledger": [[1, 2, 2], [1, 3, 3]]},
         {"ledger": [[1, -1, 2]]},
         {"ledger": [[1, 2, 1]]},
         {"age_s": -1},
-        {"age_s": "NaN"},
-        {"present": None},
-        {"outer_step": 2**53},
     ],
 )
 def test_a_report_of_no_sense_is_refused(client, body):
@@ -413,33 +387,18 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
     database.close()
 
 
-@pytest.mark.parametrize("name", ["eu/west", "a?b", "..", "-a", "a b", "a:b", "x" * 65, "", "é"])
-def test_a_group_has_a_name_that_can_stand_everywhere(client, name):
-    answer = register(client, name)
-    assert answer.status_code == 422 and "replica_id" in answer.json()["detail"]
-    assert register(client, "eu-west_1.b").status_code == 201
-
-
-@pytest.mark.parametrize("character", ["\u0085", "\u2028", "\u009b", "\u202e"])
-def test_a_name_has_printable_characters_only(client, character):
-    answer = register(client, host=f"a{character}b")
-    assert answer.status_code == 422
-    assert answer.json()["detail"] == "body.host: Value error, use printable characters only"
-
-
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
         ("commits", '{"outer_step":1,"ledger":[],"present":[],"age_s":NaN}', "body.age_s: "),
-        ("commits", '{"outer_step":1,"ledger":[],"present":[],"age_s":Infinity}', "body.age_s: "),
         ("replicas/0/heartbeat", '{"session":"s","oops":NaN}', "body.oops: Extra inputs"),
-        ("replicas/0/heartbeat", '{"session":"s","batch":NaN}', "body.batch: "),
         ("replicas/0/heartbeat", r'{"session":"s","phase":"\ud800secret"}', "body.phase: "),
         ("replicas/0/heartbeat", r'{"session":"s","\ud800":1}', "body: Input should be"),
         ("replicas", '{"replica_id":"secret value"}', "body.replica_id: "),
+        ("replicas", r'{"host":"a\u202eb"}', "body.host: Value error, use printable characters"),
         ("commits", "[" * 200_000, "body"),
     ],
-    ids=range(8),
+    ids=range(7),
 )
 def test_an_invalid_request_is_explained_without_its_values(client, path, body, message):
     headers = {"Content-Type": "application/json"}
@@ -469,12 +428,6 @@ def test_who_changes_a_run_or_tries_to_is_written_down(client, caplog):
     ]
     logged = [each.message for each in caplog.records if each.name.endswith("events")]
     assert [text.lower() for text in logged] == [text.lower() for text in told]
-
-
-def test_the_page_needs_no_internet(client):
-    page = client.get("/", headers={"Authorization": ""})
-    assert page.status_code == 200 and "v1/page" in page.text
-    assert not any(word in page.text for word in ('src="http', 'href="http', "@import", "//cdn"))
 
 
 @pytest.mark.slow

@@ -33,16 +33,6 @@ def numbers(database):
         return [n for (n,) in cursor.execute("SELECT number FROM rows ORDER BY number")]
 
 
-def test_another_connection_sees_it_when_the_block_has_ended(database, path):
-    with closing(Database(path)) as other:
-        with database.transaction() as cursor:
-            cursor.execute("INSERT INTO rows VALUES (1, '')")
-            reader = sqlite3.connect(path)
-            assert reader.execute("SELECT * FROM rows").fetchall() == []
-            reader.close()
-        assert numbers(other) == [1]
-
-
 def test_a_transaction_that_fails_leaves_nothing_behind_nor_one_inside_it(database):
     with pytest.raises(KeyError), database.transaction():
         insert(database, 1)
@@ -114,12 +104,6 @@ def test_a_folder_without_room_for_a_file_is_a_storage_error(tmp_path, folder):
         StorageError, match=rf"{folder}/x.db: .* create its folder and make it writable"
     ):
         Database(tmp_path / folder / "x.db")
-
-
-def test_a_file_of_something_else_is_a_storage_error(path):
-    path.write_text("no database at all " * 100)
-    with pytest.raises(StorageError, match=r"coordinator.db: file is not a database. .* another"):
-        Database(path)
 
 
 def test_a_second_writer_is_told_of(database, path, monkeypatch):

@@ -70,14 +70,6 @@ def test_groups_hear_of_the_options_and_no_file_has_a_secret_of_them(start, tmp_
         assert not {word for word in (b"hub-", b"run-") if word + b"secret" in file.read_bytes()}
 
 
-@pytest.mark.parametrize("hostname", ["::1", "[::1]"])
-def test_an_ipv6_address_has_brackets_in_a_url(start, hostname):
-    coordinator = start(bind="[::1]:0", hostname=hostname)
-    client = CoordinatorClient(coordinator.address, "secret")
-    assert client.info().lighthouse_addr.startswith("http://[::1]:")
-    client.close()
-
-
 @pytest.mark.parametrize(
     ("arguments", "reached_by", "host"),
     [
@@ -85,11 +77,13 @@ def test_an_ipv6_address_has_brackets_in_a_url(start, hostname):
         ({"bind": "[::]:0"}, "[::1]", "[::1]"),
         ({"bind": "[::]:0", "hostname": "head"}, "127.0.0.1", "head"),
         ({"bind": "127.0.0.1:0"}, "localhost", "127.0.0.1"),
+        ({"bind": "[::1]:0", "hostname": "::1"}, None, "[::1]"),
+        ({"bind": "[::1]:0", "hostname": "[::1]"}, None, "[::1]"),
     ],
 )
 def test_the_lighthouse_is_where_the_coordinator_was_reached(start, arguments, reached_by, host):
-    port = start(**arguments).address.rpartition(":")[2]
-    client = CoordinatorClient(f"http://{reached_by}:{port}", "secret")
+    own, _, port = start(**arguments).address.rpartition(":")
+    client = CoordinatorClient(f"{f'http://{reached_by}' if reached_by else own}:{port}", "secret")
     assert client.info().lighthouse_addr.rpartition(":")[0] == f"http://{host}"
     client.close()
 

@@ -79,6 +79,8 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
     try:
         with Display(console, LiveRun(tmp_path, range(2))) as display:
             display.refresh(is_last=True)
+            display.say("group 1 was ended by SIGKILL")
+            assert "SIGKILL" in console.file.getvalue()
             warner.warning("Cannot write a file")
             assert "Cannot write a file" in console.file.getvalue() and stderr.getvalue() == ""
         warner.warning("Later")

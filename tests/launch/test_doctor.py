@@ -7,8 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
+from contextlib import closing
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +19,7 @@ from typer.testing import CliRunner
 
 from composer_replication.cli import app
 from composer_replication.coordinator.client import CoordinatorClient
+from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.launch import doctor as checks
 from composer_replication.options import ReplicaOptions
@@ -53,6 +53,7 @@ def environment(tmp_path, monkeypatch):
     for name in filter(checks.VARIABLES.match, list(os.environ)):
         monkeypatch.delenv(name)
     monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", TOKEN)
+    monkeypatch.setattr(checks, "CONNECT_TIMEOUT_S", 0.5)
 
 
 @pytest.fixture
@@ -86,9 +87,11 @@ def of(coordinator, *arguments):
 
 
 def checked(check, **options):
-    [(state, _, text)] = checks._tried(
-        "x", check, checks.Job(None, (), {}, ReplicaOptions(**options))
-    )
+    """The state and the text of one check of a group with these options."""
+    try:
+        [(state, _, text)] = check(checks.Job(None, (), {}, ReplicaOptions(**options)))
+    except ValueError as error:  # it becomes a row
+        return "error", str(error)
     return state, text
 
 
@@ -100,18 +103,20 @@ def test_a_machine_alone():
     assert dict(rows_of(rows, "warning")).keys() <= {"lighthouse", "name", "versions"}
 
 
-def test_a_group_that_fits_has_nothing_to_do(coordinator, tmp_path):
-    (tmp_path / "two.yaml").write_text("sync_every: 100\nreplica_id: a\n")
-    found = of(coordinator, "two.yaml")
-    assert found.keys() <= {"versions"}  # on a torch past Composer's pin
-
-
-def test_the_config_and_the_environment_name_the_coordinator(coordinator, monkeypatch, tmp_path):
-    monkeypatch.setenv("COMPOSER_REPLICATION_COORDINATOR", coordinator.address)
-    assert "coordinator" in dict(rows_of(doctor()[1], "ok"))
-    monkeypatch.delenv("COMPOSER_REPLICATION_COORDINATOR")
-    (tmp_path / "two.yaml").write_text(f"coordinator_addr: {coordinator.address}\n")
-    assert "coordinator" in dict(rows_of(doctor("two.yaml")[1], "ok"))
+@pytest.mark.parametrize("place", ["option", "environment", "config"])
+def test_a_group_that_fits_has_nothing_to_do(coordinator, monkeypatch, tmp_path, place):
+    lines, options = ["sync_every: 100", "replica_id: a"], ["two.yaml", "--hostname", "127.0.0.1"]
+    if place == "option":
+        options += ["--coordinator", coordinator.address]
+    elif place == "environment":
+        monkeypatch.setenv("COMPOSER_REPLICATION_COORDINATOR", coordinator.address)
+    else:
+        lines.append(f"coordinator_addr: {coordinator.address}")
+    (tmp_path / "two.yaml").write_text("\n".join(lines))
+    rows = doctor(*options)[1]
+    found = {name for state, name, _ in rows if state != "ok"}
+    assert found <= {"versions"}  # on a torch past Composer's pin
+    assert "coordinator" in dict(rows_of(rows, "ok"))
 
 
 def test_settings_that_learn_badly(tmp_path):
@@ -132,26 +137,12 @@ def test_another_version(coordinator, monkeypatch):
 
 
 def test_a_name_that_is_taken(coordinator, monkeypatch):
-    client = CoordinatorClient(coordinator.address, TOKEN)
-    registration = {
-        "replica_id": "7", "session": "one", "host": "here", "world_size": 1,
-        "composer_replication": client.info().version, "torchft": client.info().torchft,
-        "model": "one",
-    }  # fmt: skip
-    client.register(registration)
-    ended = threading.Event()
-
-    def live():
-        while not ended.wait(0.2):
-            client.heartbeat("7", {"session": "one"})
-
-    living = threading.Thread(target=live)
-    living.start()
+    options = ReplicaOptions(replica_id="7", coordinator_addr=coordinator.address)
+    with closing(CoordinatorClient(coordinator.address, TOKEN)) as client:
+        member = Membership(options, client.info(), [{"w": torch.zeros(1)}], world_size=1)
     monkeypatch.setenv("REPLICA_GROUP_ID", "7")
     found = of(coordinator)
-    ended.set()
-    living.join()
-    client.close()
+    member.leave()
     assert "give each group a REPLICA_GROUP_ID of its own" in found["replica id"]
 
 
@@ -174,7 +165,6 @@ def test_a_group_in_training_that_cannot_be_reached_from_here(coordinator, close
     [
         ("127.0.1.1", ELSEWHERE, "error", "and the lighthouse is on another machine: set COMPOSER"),
         ("127.0.1.1", None, "warning", "is loopback, enough on one machine"),
-        ("192.0.2.7", ELSEWHERE, "error", "does not lead to this machine"),
         ("no.such.name.invalid", ELSEWHERE, "error", "does not resolve here"),
         ("127.0.0.1", "http://127.0.0.1:1", "ok", ""),
     ],
@@ -193,14 +183,15 @@ def test_a_name_on_another_network_than_the_way_out(monkeypatch):
     assert state == "warning" and "the way out begins at 10.9.8.7" in text
 
 
-def test_the_token_where_others_reach_the_run(monkeypatch):
-    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", "short")
-    assert checked(checks.check_token)[0] == "warning"
-    monkeypatch.delenv("COMPOSER_REPLICATION_TOKEN")
-    state, text = checked(checks.check_token, coordinator_addr=ELSEWHERE)
-    assert state == "error" and "openssl rand" in text
-    monkeypatch.setenv("COMPOSER_REPLICATION_NO_TOKEN", "1")
-    assert checked(checks.check_token, coordinator_addr=ELSEWHERE)[0] == "warning"
+@pytest.mark.parametrize(
+    ("token", "insists", "state"),
+    [("short", "", "warning"), ("", "", "error"), ("", "1", "warning")],
+)
+def test_the_token_where_others_reach_the_run(monkeypatch, token, insists, state):
+    monkeypatch.setenv("COMPOSER_REPLICATION_TOKEN", token)
+    monkeypatch.setenv("COMPOSER_REPLICATION_NO_TOKEN", insists)
+    found = checked(checks.check_token, coordinator_addr=ELSEWHERE)
+    assert found[0] == state and "openssl rand" in found[1]
 
 
 def test_variables_are_shown_without_the_token(monkeypatch):
@@ -218,11 +209,8 @@ TROUBLES = [
     ("NUM_REPLICA_GROUPS=two", "variables", "use the number of replica groups"),
     (f"{DILOCO}sync_every=7 {RUN}", "settings", "make them equal"),
     (f"{DILOCO}hostname=nope", "name", "hostname='nope' does not resolve here"),
-    ("job.yaml", "settings", "there is no config at job.yaml"),
     (f"{TINY} callbacks.diloco.sync_evry=4", "settings", "did you mean 'sync_every'"),
-    (f"{DILOCO}num_fragments=4", "settings", "not divisible by num_fragments=4: use"),
     (f"{DILOCO}sync_evry=4", "settings", "did you mean 'sync_every'"),
-    ("quickstart.yaml optimiser.lr=1", "settings", "has no 'optimiser': did you mean 'optimizer'"),
     ("quickstart.yaml run_dir=/proc/none", "run_dir", "/proc/none cannot be written: set run_dir"),
     pytest.param(
         *(f"{DILOCO}backend=nccl", "gpu", "set callbacks.diloco.backend: gloo"),
@@ -301,20 +289,13 @@ def test_a_gpu_that_torch_has_code_for():
 
 
 @pytest.mark.integration
-@pytest.mark.alone
-def test_it_answers_in_20_s_and_does_not_import_composer():
+def test_it_does_not_import_composer():
     program = (
         "import sys; sys.modules['composer'] = None; "
         "from composer_replication.cli import main; main()"
     )
+    command = [sys.executable, "-c", program, "doctor", QUICKSTART]
     environ = {**os.environ, "COMPOSER_REPLICATION_COORDINATOR": "http://127.0.0.1:1"}
-    began = time.monotonic()
-    answer = subprocess.run(
-        [sys.executable, "-c", program, "doctor", QUICKSTART],
-        env={**environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert time.monotonic() - began < 20
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert answer.returncode == 1 and answer.stderr == ""
     assert "no coordinator answers at" in answer.stdout

@@ -15,6 +15,7 @@ import time
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import launch_groups
@@ -122,11 +123,8 @@ def start_launcher(folder, body, num_pids):
 
 
 def wait_for_pids(folder, count):
-    deadline = time.monotonic() + 240
-    while len(found := list((folder / "run").glob("*.pid"))) < count:
-        assert time.monotonic() < deadline, f"only {len(found)} of {count} processes started"
-        time.sleep(0.05)
-    return [int(path.stem) for path in found]
+    wait_until(lambda: len(pids_of(folder)) >= count)
+    return pids_of(folder)
 
 
 def alive(pids):
@@ -235,8 +233,7 @@ def test_ctrl_c_says_what_was_saved_and_how_to_go_on(
 ):
     def press():
         wait_for_pids(tmp_path, 1)
-        while saves and not (tmp_path / "run" / "ready").exists():
-            time.sleep(0.05)
+        wait_until(lambda: not saves or (tmp_path / "run" / "ready").exists())
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(sys, "argv", ["composer-replication", *argv.split()])
@@ -289,7 +286,4 @@ def test_groups_end_when_the_launcher_is_killed(tmp_path):
     launcher, pids = start_launcher(tmp_path, WAITS, num_pids=2)
     launcher.kill()
     launcher.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive(pids) == []
+    wait_until(lambda: alive(pids) == [], 60)

@@ -50,11 +50,16 @@ def test_what_has_the_number_of_a_group_that_has_ended_is_left_alone(tmp_path, m
     stranger = subprocess.Popen(SLEEP, start_new_session=True)
     try:
         with ReplicaGroups(tmp_path, Interrupts()) as groups:
-            groups.start(0, [sys.executable, "-c", ""], dict(os.environ))
+            groups.start(0, ["sh", "-c", "echo $$"], dict(os.environ))
             wait_for_end(groups, 0)
-            groups.end(0)
+            leader, session_of = int((tmp_path / "replica_0/log.txt").read_text()), os.getsid
             # As if the kernel had given the stranger the number of the group.
-            monkeypatch.setattr(groups._processes[0], "pid", stranger.pid)
+            sessions = {stranger.pid: leader}
+            monkeypatch.setattr(os, "getsid", lambda pid: sessions.get(pid) or session_of(pid))
+            assert [each.pid for each in groups.members(0)] == [stranger.pid]
+            sessions.clear()
+            groups.end(0)
+            sessions[stranger.pid] = leader
             assert groups.members(0) == set()
         assert psutil.Process(stranger.pid).status() != psutil.STATUS_ZOMBIE
     finally:

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-from itertools import pairwise
 
 import pytest
 from recorded_groups import sync_line
 from run_events import write_events
 
 import composer_replication
-from composer_replication.coordinator.page import MAX_POINTS, Curve
 from composer_replication.group.words import format_duration
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import describe, open_run, write_summary
@@ -157,15 +155,6 @@ def test_buffers_in_which_models_differ_are_named(tmp_path, own):
     assert dict(describe(run)).get("buffers") == text
 
 
-def test_the_summary_has_every_group(tmp_path):
-    run = open_run(write_run(tmp_path, evaluation=BITS))
-    summary = write_summary(run, restarts={"1": 2})
-    assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert summary["outer_steps"] == 8 and summary["eval"] == BITS
-    assert [replica["restarts"] for replica in summary["replicas"]] == [0, 2]
-    assert summary["replicas"][1]["global_digest"] == "ab" * 32
-
-
 def test_an_end_of_before_is_not_that_of_a_run_that_is_continued(tmp_path):
     write_run(tmp_path, evaluation=BITS)
     write_events(tmp_path / "replica_0", "continued", {"time": 60.0})
@@ -221,24 +210,6 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
     run = open_run(tmp_path)
     assert list(run.results) == ["0", "1"] and len(run.groups["1"]) == 8
     assert dict(describe(run))["damaged"] == "3 lines of replica_1/events.jsonl left out"
-
-
-@pytest.mark.parametrize("number", [1, 499, 500, 501, 50_000])
-def test_of_a_long_run_evenly_spaced_points_are_kept(number):
-    curve = Curve()
-    for step in range(1, number + 1):
-        curve.add(step, step)
-    steps = curve.points
-    assert min(number, MAX_POINTS // 2) <= len(steps) <= MAX_POINTS
-    assert len({later - earlier for earlier, later in pairwise(steps[:-1])}) <= 1
-    assert (steps[0], steps[-1]) == (1, number)
-
-
-def test_syncs_that_were_made_again_after_a_resume_are_kept_once():
-    curve = Curve()
-    for step, loss in [(1, 4.9), (2, 9.0), (3, 9.0), (2, 4.8), (3, 4.7)]:
-        curve.add(step, loss)
-    assert curve.points == [4.9, 4.8, 4.7]
 
 
 def test_the_end_of_a_log_is_its_error_without_the_frames(tmp_path):

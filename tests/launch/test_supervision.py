@@ -13,7 +13,6 @@ from failing_disk import no_file_above
 from scripted_groups import supervise, write
 
 from composer_replication.launch import supervision
-from composer_replication.launch.supervision import describe_end
 
 
 @pytest.fixture(autouse=True)
@@ -110,10 +109,10 @@ def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tm
 
 def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp_path):
     write(tmp_path, 0, "joining"), write(tmp_path, 1, "joining")
-    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -7]})
-    assert failed == {1: -7}
+    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -40]})
+    assert failed == {1: -40}
     assert groups.started == [1, 1, 1]
-    assert supervisor.said[-1] == "group 1 was ended by SIGBUS, and is not started again"
+    assert supervisor.said[-1] == "group 1 was ended by signal 40, and is not started again"
 
 
 def test_a_sync_in_between_starts_the_count_anew(tmp_path):
@@ -220,18 +219,6 @@ def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplo
         )
     assert failed == {} and supervisor.restarts == {"0": 0, "1": 1}
     assert "that group 1 is restarting: " in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [
-        (1, "ended with exit status 1"),
-        (-9, "was ended by SIGKILL"),
-        (-40, "was ended by signal 40"),
-    ],
-)
-def test_an_end_is_described(status, text):
-    assert describe_end(status) == text
 
 
 def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):

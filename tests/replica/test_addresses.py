@@ -13,7 +13,6 @@ import pytest
 from composer_replication.replica import addresses
 from composer_replication.replica.addresses import (
     address_towards,
-    bracketed,
     check_hostname,
     default_hostname,
     interface_of,
@@ -51,14 +50,6 @@ def test_without_a_name_peers_are_given_the_address_towards_the_lighthouse(
     assert address_towards("http://no.such.name.invalid:29510") is None
     monkeypatch.setattr(addresses, "address_towards", lambda _: own)
     assert default_hostname("http://head:29510") == chosen
-
-
-@pytest.mark.parametrize(
-    ("host", "written"),
-    [("::1", "[::1]"), ("[::1]", "[::1]"), ("10.0.0.1", "10.0.0.1"), ("a", "a")],
-)
-def test_an_ipv6_address_is_bracketed_once(host, written):
-    assert bracketed(host) == written
 
 
 @pytest.mark.parametrize("hostname", ["127.0.0.1", "::1", "[::1]"])

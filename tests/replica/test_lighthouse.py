@@ -33,13 +33,10 @@ def test_an_address_of_another_form_is_refused_with_the_right_one(address):
     assert f"lighthouse_addr={address!r}" in str(caught.value)
 
 
-@pytest.mark.alone
 def test_where_nothing_listens_the_error_has_the_address_and_the_fix(closed_port):
     address = f"http://127.0.0.1:{closed_port}"
-    began = time.monotonic()
     with pytest.raises(ConnectionError) as caught:
-        check_lighthouse(address, limit_s=0.3)
-    assert 0.3 <= time.monotonic() - began < 5.0
+        check_lighthouse(address, limit_s=0.1)
     assert f"no lighthouse answers at {address} (" in str(caught.value)
     assert "torchft_lighthouse --min_replicas 1" in str(caught.value)
     assert "composer-replication launch" in str(caught.value)

@@ -34,19 +34,10 @@ def test_the_environment_says_which_group_this_is_and_where_the_others_are():
     )
 
 
-def test_an_empty_environment_says_nothing():
-    assert ReplicaEnv.from_env({}) == ReplicaEnv(None, None, None, None)
-
-
 @pytest.mark.parametrize("count", ["0", "-1", "two", "2.0", ""])
 def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
     with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
         ReplicaEnv.from_env({"NUM_REPLICA_GROUPS": count})
-
-
-def test_without_a_mapping_it_is_this_process_s_own(monkeypatch):
-    monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
-    assert ReplicaEnv.from_env().replica_id == "berlin"
 
 
 class ReadLog(dict):
@@ -136,11 +127,6 @@ def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is
     assert (named.is_alone, named.replica_id) == (is_alone, "berlin")
 
 
-def test_the_environment_is_checked_like_an_argument():
-    with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
-        ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
-
-
 SECONDS = ("start_timeout_s", "timeout", "give_up_after_s")
 COUNTS = {"min_replica_size": 1, "num_replicas": 1, "digest_every": 0}
 
@@ -153,11 +139,6 @@ COUNTS = {"min_replica_size": 1, "num_replicas": 1, "digest_every": 0}
 def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name, value, use):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use {use}")):
         ReplicaOptions(**{name: value})
-
-
-def test_a_name_from_the_environment_is_checked_too():
-    with pytest.raises(ValueError, match="replica_id='eu/west'"):
-        ReplicaOptions().with_environment({"REPLICA_GROUP_ID": "eu/west"})
 
 
 def test_a_variable_that_is_gone_is_refused_with_what_replaces_it():

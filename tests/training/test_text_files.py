@@ -53,11 +53,6 @@ def test_more_files_leave_the_held_out_ones_held_out(tmp_path):
     assert set(before.eval) <= set(after.eval)
 
 
-def test_two_files_are_one_to_train_on_and_one_held_out(tmp_path):
-    folder = check_text_folder(write_files(tmp_path, num_files=2))
-    assert (len(folder.train), len(folder.eval)) == (1, 1)
-
-
 def test_text_is_taken_whatever_its_suffix_and_the_rest_is_left(tmp_path):
     (tmp_path / "a.md").write_text("grüße\n")
     (tmp_path / "b").write_text("no suffix\n")
@@ -122,11 +117,6 @@ def test_more_text_than_memory_should_hold_is_refused_before_it_is_read(tmp_path
         file.truncate(2 << 30)  # sparse: takes no space
     with pytest.raises(ValueError, match="the limit is 1073741824. Use a part"):
         check_text_folder(tmp_path)
-
-
-def test_an_unknown_split_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="split='test' is unknown. Use 'train' or 'eval'"):
-        check_text_folder(write_files(tmp_path)).read_bytes("test")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_module_loads_without_torch():
