@@ -5,11 +5,10 @@ Run: pytest tests/data/test_group_data.py. Simulated network; with a coordinator
 
 import pytest
 import torch
-from composer import Trainer
-from composer_jobs import Each, TinyModel, building
+from composer_jobs import Each, TinyModel, callback_of, saving, trainer_of
 from torch.utils.data import TensorDataset
 
-from composer_replication import DiLoCoCallback, ReplicaDataLoader, simulate
+from composer_replication import ReplicaDataLoader, simulate
 from composer_replication.group import reports, run_folder
 from composer_replication.replica.json_files import read_json
 
@@ -29,32 +28,18 @@ def fit(sim, folder, *others, max_duration="2ep", stop=None, load=None, num_work
         torch.randn(LENGTH, 4, generator=generator),
         torch.arange(LENGTH),
     )
-    callback = DiLoCoCallback(
-        manager=sim.manager,
-        replica_id=sim.replica_id,
-        num_replicas=sim.num_replicas,
-        **{"sync_every": 3} | own,
+    callback = callback_of(sim, **{"sync_every": 3} | own)
+    loader = ReplicaDataLoader(dataset, 4, dataset_id="d", unit_size=5, num_workers=num_workers)
+    trainer = trainer_of(
+        *(callback, Each(look), *others),
+        model=TinyModel(seed=0),
+        train_dataloader=loader,
+        max_duration=stop or max_duration,
+        save_overwrite=True,
+        load_path=f"{folder}/{sim.replica_id}/ba{load}.pt" if load else None,
+        device_train_microbatch_size=4,
+        **saving(folder, sim.replica_id, "1ba"),
     )
-    with building:
-        model = TinyModel(seed=0)
-        trainer = Trainer(
-            model=model,
-            optimizers=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-            train_dataloader=ReplicaDataLoader(
-                dataset, 4, dataset_id="d", unit_size=5, num_workers=num_workers
-            ),
-            callbacks=[callback, Each(look), *others],
-            max_duration=stop or max_duration,
-            save_folder=f"{folder}/{sim.replica_id}",
-            save_filename="ba{batch}.pt",
-            save_interval="1ba",
-            save_overwrite=True,
-            load_path=f"{folder}/{sim.replica_id}/ba{load}.pt" if load else None,
-            device="cpu",
-            device_train_microbatch_size=4,
-            progress_bar=False,
-            auto_log_hparams=False,
-        )
     trainer.fit()
     trainer.close()
     return seen, callback.result["global_digest"]
