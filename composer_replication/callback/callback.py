@@ -83,8 +83,8 @@ class DiLoCoCallback(Callback):
         self._group = job.group = job.averages.group = ReplicaGroup(job, arguments)
         self._manager = arguments.get("manager")
         self._is_loading = False
-        # Composer calls this 13 times a step. A subclass may have more handlers than this class.
-        self._unhandled = {e for e in Event if _handler(type(self), e) is _handler(Callback, e)}
+        own = type(self)  # a subclass may have more handlers than this class
+        self._unhandled = {e for e in Event if getattr(own, e.value) is getattr(Callback, e.value)}
         name_the_node()
 
     @property
@@ -111,7 +111,7 @@ class DiLoCoCallback(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         self._group.note_progress()
-        if event in self._unhandled:
+        if event in self._unhandled:  # most of the 13 events of a step
             return
         self._job.state = self._job.averages.state = state
         self._job.logger = logger
@@ -205,7 +205,3 @@ class DiLoCoCallback(Callback):
         if self.diloco is not None or error is not None:  # an error before fit_end, or after it
             end_if_stuck_in_close(error)  # other ranks may never reach Composer's barrier
         self._group.close(error)
-
-
-def _handler(callback: type[Callback], event: Event) -> object:
-    return getattr(callback, event.value)

@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -164,12 +164,9 @@ class ReplicaFolder:
         if self._folder is None:
             return
         self._events = JsonLineWriter(self._folder / EVENTS)
-        try:
+        # With these the folder's name is wrong, and no group waits for this one yet.
+        with self._warnings(PermissionError, NotADirectoryError, FileExistsError):
             self._folder.mkdir(parents=True, exist_ok=True)
-        except (PermissionError, NotADirectoryError, FileExistsError):
-            raise  # the folder's name is wrong, and no group waits for this one yet
-        except OSError as error:
-            self._warn(error)
 
     @property
     def asks_to_stop(self) -> bool:
@@ -186,7 +183,8 @@ class ReplicaFolder:
         """
         if self._folder is not None:
             self._events.append({"time": time.time(), "event": event, **fields})
-            self._flush()
+            with self._warnings():
+                self._events.flush()
 
     @fence("what this group had reached")
     def reached(self) -> dict[str, Any]:
@@ -194,10 +192,8 @@ class ReplicaFolder:
         if self._folder is None:
             return {}
         status, sync = self.read_status(), {}
-        try:
+        with self._warnings():
             sync = last_event(self._folder / EVENTS, SYNC)
-        except OSError as error:
-            self._warn(error)
         return status | {
             "batch": max(int(status.get("batch") or 0), int(sync.get("batch") or 0)),
             "outer_step": int(sync.get(OUTER_STEP) or 0),
@@ -214,11 +210,10 @@ class ReplicaFolder:
         if self._folder is None or (phase == self._phase and now < self._status_due):
             return
         self._phase, self._status_due = phase, now + STATUS_EVERY_S
-        self._flush()
-        try:
+        with self._warnings():
+            self._events.flush()
+        with self._warnings():
             replace_json(self._folder / STATUS, {"phase": phase, **progress})
-        except OSError as error:
-            self._warn(error)
 
     def enter(self, phase: str) -> None:
         """Write ``status.json`` with another phase, and the rest as it is."""
@@ -238,22 +233,23 @@ class ReplicaFolder:
             self._events.append({"time": time.time(), "event": END, **result})
             self._events.flush(survives_power_cut=True)
 
-    def _flush(self) -> None:
+    @contextlib.contextmanager
+    def _warnings(self, *fatal: type[OSError]) -> Iterator[None]:
+        """A context in which an error of the disk is a warning, except of the kinds named."""
         try:
-            self._events.flush()
+            yield
+        except fatal:
+            raise
         except OSError as error:
-            self._warn(error)
-
-    def _warn(self, error: OSError) -> None:
-        now = time.monotonic()
-        if now < self._warning_due:
-            return
-        self._warning_due = now + WARN_EVERY_S
-        log.warning(
-            "Cannot use %s (%s). Training continues; %d lines wait in memory until there is "
-            "space, and %d older ones are lost",
-            self._folder,
-            error,
-            self._events.num_waiting,
-            self._events.num_lost,
-        )
+            now = time.monotonic()
+            if now < self._warning_due:
+                return
+            self._warning_due = now + WARN_EVERY_S
+            log.warning(
+                "Cannot use %s (%s). Training continues; %d lines wait in memory until there is "
+                "space, and %d older ones are lost",
+                self._folder,
+                error,
+                self._events.num_waiting,
+                self._events.num_lost,
+            )

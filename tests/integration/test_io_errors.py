@@ -18,7 +18,7 @@ from run_events import events_of, result_of, syncs_of
 from scripted_groups import supervise, write
 
 from composer_replication.diloco import fence
-from composer_replication.group import run_folder
+from composer_replication.group import reports, run_folder
 from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch import supervision
 from composer_replication.launch.display import Display, LiveRun
@@ -47,6 +47,7 @@ def names_the_file(error, failed):
 @pytest.mark.slow
 def test_training_survives_each_failure_and_loses_no_line(disk, folders, monkeypatch, caplog):
     monkeypatch.setattr(run_folder, "STATUS_EVERY_S", 0.0)
+    monkeypatch.setattr(reports, "REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(fence, "_logged", set())  # of other tests of this process
 
     def train(run_dir):
