@@ -175,7 +175,7 @@ def test_a_report_that_was_not_answered_is_repeated(service, member_of):
 
 def test_each_attempt_of_a_report_says_how_old_the_sync_is_by_then(service):
     service.answer = ODD["nothing"]
-    client = CoordinatorClient(service.address, "secret", retry_s=0.5)
+    client = CoordinatorClient(service.address, "secret", retry_s=0.3)
     with pytest.raises(CoordinatorAwayError):
         client.commit(CommitReport(1, [], []))
     client.close()

@@ -21,6 +21,7 @@ from composer_replication.data.sample_stream import (
 )
 
 START = StreamPosition()
+WORKERS = [0, pytest.param(2, marks=pytest.mark.slow)]  # they are processes
 
 
 class Numbers(Dataset):
@@ -67,7 +68,7 @@ def lists(loader):
 UNIT_0_AND_HALF_OF_3 = ((0, 0, 0, 10), (0, 3, 0, 5), None)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_batches_cross_units_and_the_last_one_takes_what_is_left(num_workers):
     own = {"num_workers": num_workers, "shuffle": False}
     loader = loader_of(Listed(*UNIT_0_AND_HALF_OF_3), **own)
@@ -149,7 +150,7 @@ def test_where_it_pauses_it_asks_whether_there_is_more():
     assert next(answers, None) is None and loader.position == StreamPosition(5, 4)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_another_stream_is_read_from_the_next_batch_on(num_workers):
     """What workers have read ahead of the one before is not given."""
     loader = loader_of(Listed((0, 0, 0, 10), None), shuffle=False, num_workers=num_workers)
@@ -220,7 +221,7 @@ class Halves(Numbers):
         return torch.tensor(index / 2)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", WORKERS)
 def test_a_dataset_has_a_name_of_its_class_its_length_and_three_samples(num_workers):
     def name(dataset, **own):
         before = torch.get_rng_state()

@@ -52,7 +52,7 @@ def take_step(run_dir, outer_step, count=2, **changes):
 
 
 @pytest.mark.parametrize(
-    ("step_s", "until", "steps"), [(200, 601, [1, 2, 3]), (1, 122, [1, 31, 61, 91, 121])]
+    ("step_s", "until", "steps"), [(200, 601, [1, 2, 3]), (1, 62, [1, 31, 61])]
 )
 def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
     tmp_path, clock, step_s, until, steps

@@ -19,21 +19,6 @@ from composer_replication.options import (
 # ---- the environment ------------------------------------------------------------------------
 
 
-def test_the_environment_says_which_group_this_is_and_where_the_others_are():
-    env = ReplicaEnv.from_env(
-        {
-            "REPLICA_GROUP_ID": "1",
-            "NUM_REPLICA_GROUPS": "2",
-            "TORCHFT_LIGHTHOUSE": "http://head:29510",
-            "COMPOSER_REPLICATION_RUN_DIR": "/runs/1",
-            "WORLD_SIZE": "8",
-        }
-    )
-    assert env == ReplicaEnv(
-        replica_id="1", num_replicas=2, lighthouse_addr="http://head:29510", run_dir="/runs/1"
-    )
-
-
 @pytest.mark.parametrize("count", ["0", "-1", "two", "2.0", ""])
 def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
     with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
@@ -125,6 +110,11 @@ def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is
     assert (options.is_alone, options.replica_id) == (is_alone, "0" if is_alone else None)
     named = ReplicaOptions(replica_id="berlin").with_environment(environ)
     assert (named.is_alone, named.replica_id) == (is_alone, "berlin")
+
+
+def test_the_environment_is_checked_like_an_argument():
+    with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
+        ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
 
 
 SECONDS = ("start_timeout_s", "timeout", "give_up_after_s")

@@ -119,6 +119,11 @@ def test_more_text_than_memory_should_hold_is_refused_before_it_is_read(tmp_path
         check_text_folder(tmp_path)
 
 
+def test_an_unknown_split_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="split='test' is unknown. Use 'train' or 'eval'"):
+        check_text_folder(write_files(tmp_path)).read_bytes("test")  # pyright: ignore[reportArgumentType]
+
+
 def test_the_module_loads_without_torch():
     check = "import sys, composer_replication.training.text_files; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
