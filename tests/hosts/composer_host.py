@@ -11,7 +11,6 @@ from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from composer_jobs import Evaluated, building
-from integration.replicas import Group
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,15 +20,11 @@ from hosts.host import (
     BATCH_SIZE,
     Job,
     Outcome,
-    as_processes,
-    group_of,
     held_out,
-    simulated,
+    train_groups,
     warnings_of_package,
     weights_of,
 )
-
-name = "Composer"
 
 
 class _Steps(Callback):
@@ -51,18 +46,7 @@ class _Steps(Callback):
 
 
 def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    if job.ranks > 1:
-        return as_processes(train_rank, job, num_replicas)
-    return simulated(_train, job, num_replicas)
-
-
-def train_rank(process: Group, job: Job) -> Outcome:
-    if job.is_sharded:
-        os.environ["FSDP_VERSION"] = "2"
-    group = group_of(process, job)
-    with group.manager() as manager:
-        sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
-        return _train(job, sim)
+    return train_groups(_train, job, num_replicas)
 
 
 def _loader(batches: list[tuple[Tensor, Tensor]], batch_size: int) -> DataLoader:
@@ -72,6 +56,8 @@ def _loader(batches: list[tuple[Tensor, Tensor]], batch_size: int) -> DataLoader
 
 
 def _train(job: Job, sim: SimulatedReplica) -> Outcome:
+    if job.is_sharded:
+        os.environ["FSDP_VERSION"] = "2"
     # A manager is good for one fit.
     manager = None if job.fits > 1 else sim.manager
     callback = DiLoCoCallback(manager=manager, **job.arguments(sim.replica_id, sim.num_replicas))

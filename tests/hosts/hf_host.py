@@ -26,8 +26,6 @@ from hosts.host import (
     weights_of,
 )
 
-name = "Hugging Face's Trainer"
-
 
 class _InOrder(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:

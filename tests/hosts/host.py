@@ -1,4 +1,9 @@
-"""A small training job, and what comes of it: what every host of DiLoCo is asked to train."""
+"""A small training job, and what comes of it: what every host of DiLoCo is asked to train.
+
+A host is a module with two functions. ``train(job, num_replicas=2)`` returns the ``Outcome`` of
+each group, or None if it failed as the job asked for it; ``saved_weights(job, replica_id, step)``
+the model in the checkpoint of a step.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from common import TinyMLP, batch
@@ -133,24 +138,12 @@ class Outcome:
     warns_of_samples: bool
 
 
-class Host(Protocol):
-    """Trains a job as several replica groups."""
-
-    name: str
-
-    def train(self, job: Job, num_replicas: int = 2) -> list[Any]:
-        """Returns the ``Outcome`` of each group; None if it failed as the job asked for it."""
-        ...
-
-    def saved_weights(self, job: Job, replica_id: int, step: int) -> dict[str, Tensor]:
-        """The model in the checkpoint of a step."""
-        ...
-
-
-def simulated(
+def train_groups(
     train: Callable[[Job, SimulatedReplica], Outcome], job: Job, num_replicas: int
 ) -> list[Outcome | None]:
-    """Train groups as threads over the simulation's network."""
+    """Train groups as threads over the simulation's network, or as processes of several ranks."""
+    if job.ranks > 1:
+        return as_processes(_train_rank, job, num_replicas, train=train)
     is_over = threading.Event()
 
     def replica(sim: SimulatedReplica) -> Outcome | None:
@@ -168,12 +161,21 @@ def simulated(
     return simulate(replica, num_replicas=num_replicas, faults=faults)
 
 
+def _train_rank(
+    process: Group, job: Job, train: Callable[[Job, SimulatedReplica], Outcome]
+) -> Outcome:
+    group = group_of(process, job)
+    with group.manager() as manager:
+        sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
+        return train(job, sim)
+
+
 def as_processes(
-    train_rank: Callable[..., Outcome | None], job: Job, num_replicas: int
+    train_rank: Callable[..., Outcome | None], job: Job, num_replicas: int, **more: Any
 ) -> list[Outcome | None]:
     """Train groups as processes over a real lighthouse and gloo: ``train_rank(group, job)``."""
     killed = [1] if job.dies else []
-    return run_groups(train_rank, num_replicas * job.ranks, job=job, killed=killed)
+    return run_groups(train_rank, num_replicas * job.ranks, job=job, killed=killed, **more)
 
 
 def group_of(process: Group, job: Job) -> Group:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import mse
-from integration.replicas import Group as Process
 from promises.groups import Group
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,22 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_replication import DiLoCo
 from composer_replication.replica import make_manager
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import Job, Outcome, as_processes, group_of, held_out, simulated, weights_of
-
-name = "plain loop"
+from hosts.host import Job, Outcome, held_out, train_groups, weights_of
 
 
 def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    if job.ranks > 1:
-        return as_processes(train_rank, job, num_replicas)
-    return simulated(_train, job, num_replicas)
-
-
-def train_rank(process: Process, job: Job) -> Outcome:
-    group = group_of(process, job)
-    with group.manager() as manager:
-        sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
-        return _train(job, sim)
+    return train_groups(_train, job, num_replicas)
 
 
 def _train(job: Job, sim: SimulatedReplica) -> Outcome:
