@@ -127,14 +127,14 @@ class Registry:
                 raise RejectedError(
                     f"this group has {name} {theirs}, the run has {own}: install the same version"
                 )
-        known = self._incarnations.get(replica_id)
-        is_new = known is None or known.session != session
-        if known is not None and is_new and self.is_alive(replica_id):
-            raise DuplicateError(
-                f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID of "
-                "its own, or end that one"
-            )
-        with self._database.transaction() as cursor:
+        with self._database.transaction() as cursor:  # one registration at a time
+            known = self._incarnations.get(replica_id)
+            is_new = known is None or known.session != session
+            if known is not None and is_new and self.is_alive(replica_id):
+                raise DuplicateError(
+                    f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
+                    "of its own, or end that one"
+                )
             cursor.execute("INSERT OR IGNORE INTO model_fingerprint VALUES (1, ?)", (model,))
             (its,) = cursor.execute("SELECT fingerprint FROM model_fingerprint").fetchone()
             if model != its:
