@@ -88,62 +88,34 @@ def job_of(options: JobOptions) -> Job:
                 f"there is no config at {options.config}: give the path of a YAML file, or write "
                 "-- before a command of your own"
             )
-        config = load_config(options.config, options.overrides or [])
-        return config_job(config, options.config, options.nproc or 1)
+        return Job(
+            config=load_config(options.config, options.overrides or []),
+            source=str(options.config),
+            name=options.config,
+            command=TRAIN,
+            nproc=options.nproc or 1,
+        )
     if options.config is not None:
         raise ConfigError(
             f"{options.config} and a command after --: give settings for a command with --settings "
             "FILE or --set key=value"
         )
-    return command_job(
-        options.command,
-        options.settings,
-        options.set or (),
-        nproc=options.nproc,
-        run_dir=options.run_dir,
-        resumes=options.resume,
-    )
+    return _command_job(options.command, options)
 
 
-def config_job(config: dict[str, Any], path: str | Path, nproc: int | None = 1) -> Job:
-    """Return the job of training a config in every group with ``composer-replication train``.
-
-    Args:
-        config: From ``load_config``.
-        path: The file that it was read from.
-        nproc: Processes in each group.
-    """
-    return Job(config=config, source=str(path), name=path, command=TRAIN, nproc=nproc)
-
-
-def command_job(
-    command: Sequence[str],
-    settings: Path | None = None,
-    given: Sequence[str] = (),
-    *,
-    nproc: int | None = None,
-    run_dir: str | Path | None = None,
-    resumes: bool = False,
-) -> Job:
+def _command_job(command: Sequence[str], options: JobOptions) -> Job:
     """Return the job of running a command in every group, whose script has the callback.
 
-    Args:
-        command: The command line. ``{replica_id}`` and ``{run_dir}`` in it are replaced.
-        settings: A YAML file with those of the run, see ``load_settings``. It may be the one that
-            the command reads: its ``run_dir`` is the run's folder, and its ``start_timeout_s``
-            holds for the launcher.
-        given: Settings in place of the file's, such as ``sync_every=50``.
-        nproc: See ``Job``.
-        run_dir: The run's folder. None: that of the file, else a new one below ``runs``.
-        resumes: Whether the run in that folder is continued.
+    The file of settings may be the one that the command reads: its ``run_dir`` is the run's folder,
+    and its ``start_timeout_s`` holds for the launcher.
 
     Raises:
         ConfigError: There is no such command, the file cannot be used, or a setting is unknown or
             impossible.
     """
-    config, source = load_settings(settings, given)
+    config, source = load_settings(options.settings, options.set or ())
     of_file = {
-        name: None if settings is None else read_value(settings, f"{SECTION}.{name}")
+        name: options.settings and read_value(options.settings, f"{SECTION}.{name}")
         for name in ("run_dir", "start_timeout_s")
     }
     diloco = diloco_section(config)
@@ -152,18 +124,18 @@ def command_job(
     if left_out := ", ".join(name for name in config["left_out"] if name not in of_file):
         source += f" (without {left_out}: name such options in the command)"
     check_command(command)
-    run_dir = run_dir or of_file["run_dir"]
+    run_dir = options.run_dir or of_file["run_dir"]
     return Job(
         config={
             "run_dir": None if run_dir is None else str(run_dir),
             "callbacks": {"diloco": diloco},
-            "autoresume": resumes,
+            "autoresume": options.resume,
             "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
         },
         source=source,
         name=next((word for word in command if word.endswith((".py", ".yaml"))), command[0]),
         command=command,
-        nproc=nproc,
+        nproc=options.nproc,
         is_own=True,
     )
 

@@ -309,9 +309,6 @@ def _ended_group(run: Run, id: str) -> dict[str, Any]:
 
 
 def _files_of(run: Run) -> list[str]:
-    names = [
-        run_folder.SUMMARY,
-        run_folder.CONFIG,
-        *(f"replica_{id}/log.txt" for id in run.groups),
-    ]
+    logs = (f"replica_{id}/log.txt" for id in run.groups)
+    names = (run_folder.SUMMARY, run_folder.CONFIG, *logs)
     return [name for name in names if (run.run_dir / name).exists()]

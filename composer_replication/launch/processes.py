@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any, BinaryIO
@@ -46,6 +47,9 @@ _ERROR = re.compile(
 
 _END_BYTES = 2**16
 """How much of a group's log is read to find its error."""
+
+
+_start = partial(subprocess.Popen[bytes], stdin=DEVNULL, start_new_session=True)
 
 
 class Interrupts:
@@ -118,6 +122,7 @@ class ReplicaGroups:
             OSError: The command cannot be started.
         """
         path = log_path(self._run_dir, replica_id)
+        output: dict[str, Any]
         with ExitStack() as opened:
             if self._forwards:
                 # tee reads on if stderr is closed or a disk is full: the group must not wait.
@@ -126,7 +131,7 @@ class ReplicaGroups:
                 output = {"stderr": opened.enter_context(tee.stdin or nullcontext())}
             else:
                 output = {"stdout": opened.enter_context(_open_log(path)), "stderr": STDOUT}
-            process = _start(command, environ, **output)
+            process = _start(command, env=environ, **output)
         self._processes[replica_id] = process
         # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
         # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
@@ -190,24 +195,6 @@ class ReplicaGroups:
     def _any_alive(self, members: set[psutil.Process]) -> bool:
         self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
         return any(_is_alive(process) for process in members)
-
-
-def _start(
-    command: list[str],
-    environ: dict[str, str] | None = None,
-    *,
-    stdin: Any = DEVNULL,
-    stdout: Any = None,
-    stderr: Any = None,
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env=environ,
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        start_new_session=True,
-    )
 
 
 def _open_log(path: Path) -> BinaryIO:

@@ -20,7 +20,8 @@ from forked_commands import ForkedCommand, run
 from pace import paced
 from text_config import TINY
 
-from composer_replication.launch.job import command_job, config_job
+from composer_replication.launch.commands import JobOptions
+from composer_replication.launch.job import TRAIN, Job, job_of
 from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import GroupRecord
 from composer_replication.training.config import ConfigError
@@ -205,7 +206,8 @@ def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
 def test_what_it_refuses(options, message):
     arguments = {"replicas": 2, "faults_per_minute": 2, "duration_s": 60, "seed": 0}
     with pytest.raises(ConfigError, match=message):
-        run_chaos(config_job({}, "tiny.yaml"), **arguments | options)
+        job = Job(config={}, source="tiny.yaml", name="tiny.yaml", command=TRAIN)
+        run_chaos(job, **arguments | options)
 
 
 ENDS = """
@@ -225,7 +227,7 @@ events = [line | {"event": "sync"}, end]
 @pytest.mark.integration
 def test_the_message_for_a_command_that_ends_before_the_faults_do(tmp_path, capsys):
     command = [sys.executable, "-c", ENDS]
-    job = command_job(command, None, ["sync_every=3"], run_dir=tmp_path / "run")
+    job = job_of(JobOptions(command=command, set=["sync_every=3"], run_dir=tmp_path / "run"))
     assert run_chaos(job, replicas=2, faults_per_minute=6, duration_s=60, seed=0) == 0
     said = capsys.readouterr().out
     assert "The groups had finished after 0 of 60 s" in said.replace("\n", " ")

@@ -15,7 +15,6 @@ from composer_replication.group.run_folder import STATUS
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import (
     TRAIN,
-    command_job,
     environment,
     group_command,
     group_environment,
@@ -53,7 +52,7 @@ def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
         "  diloco: {sync_every: 5, timeout: 9, run_dir: '${variables.runs}/a'}\n"
     )
     command = ["true", "${HOME}", "job.yaml"]
-    job = command_job(command, path, ["sync_every=20", "outer_lr=0.5"])
+    job = job_of(JobOptions(command=command, settings=path, set=["sync_every=20", "outer_lr=0.5"]))
     assert job.config["callbacks"]["diloco"] == {"sync_every": 20, "outer_lr": 0.5}
     left_out = "(without timeout: name such options in the command)"
     assert job.source == f"{path} --set sync_every=20 --set outer_lr=0.5 {left_out}"
@@ -93,7 +92,8 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys):
     trains = "import time; print('epoch 1'); time.sleep(2)"
     (tmp_path / "a.yaml").write_text("callbacks: {diloco: {start_timeout_s: 0.5}}")
     command = [sys.executable, "-c", trains]
-    job = command_job(command, tmp_path / "a.yaml", ["sync_every=3"], run_dir=tmp_path / "run")
+    own = {"settings": tmp_path / "a.yaml", "set": ["sync_every=3"], "run_dir": tmp_path / "run"}
+    job = job_of(JobOptions(command=command, **own))
     assert launch_groups(job, replicas=2) == 2
     said = capsys.readouterr()
     assert "Replica group 0, 1 has not joined after 0 seconds" in said.out

@@ -15,7 +15,7 @@ import torch
 from forked_commands import ForkedCommand
 from run_events import result_of
 
-from composer_replication.launch.job import config_job
+from composer_replication.launch.job import TRAIN, Job
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.training.config import load_config
 from composer_replication.training.trainer import simulate_replicas
@@ -45,7 +45,8 @@ def train(request, tmp_path, monkeypatch):
             EXAMPLES / name, [*overrides, *saving, "callbacks.diloco.sync_every=5"]
         )
         if request.param == "launch":
-            assert launch_groups(config_job(config, name), replicas=GROUPS) == 0
+            job = Job(config=config, source=name, name=name, command=TRAIN)
+            assert launch_groups(job, replicas=GROUPS) == 0
             results = [result_of(folder / f"replica_{i}") for i in range(GROUPS)]
         else:
             results = simulate_replicas(config, GROUPS)
