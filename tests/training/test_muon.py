@@ -1,23 +1,22 @@
 """The inner optimizer Muon. Run: pytest tests/training/test_muon.py
 
 Its update is compared with one by singular value decomposition in double precision, written down
-here. Real: torch's optimizers, Composer's Trainer and checkpoints. Replica groups are threads over
-the simulation's shared buffer.
+here. Real: torch's optimizers. Replica groups are threads over the simulation's shared buffer.
 """
 
+import functools
 import logging
 import math
 
 import pytest
 import torch
 from common import TinyMLP, batch, mse, muon_by_shape
-from composer import Callback
-from composer_jobs import callback_of, trainer_of
+from promises.groups import run
 from text_config import TINY, write_config
 from torch import nn
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation.simulation import Fault, simulate
+from composer_replication.simulation.simulation import Fault
 from composer_replication.training.byte_gpt import ByteGPT
 from composer_replication.training.config import ConfigError, load_config
 from composer_replication.training.muon import Muon, muon_update
@@ -280,65 +279,41 @@ def test_what_cannot_be_is_an_error_with_the_fix(build, message):
         build()
 
 
-# ---- in a Composer job -----------------------------------------------------------------------
+# ---- in DiLoCo ---------------------------------------------------------------------------------
+
+GROUPS = {"model": TinyMLP, "inner": functools.partial(muon_by_shape, lr=0.02)}
 
 
-class Inner(Callback):
-    """What the state of the inner optimizer is when batches begin."""
-
-    def __init__(self):
-        self.seen = []
-
-    def batch_start(self, state, logger):
-        states = state.optimizers[0].state.values()
-        self.seen.append(
-            (
-                max((int(each["step"]) for each in states if "step" in each), default=0),
-                any(bool(each["momentum_buffer"].any()) for each in states if len(each) == 1),
-            )
-        )
-
-
-class Poison(Callback):
-    """One batch that is not a number."""
-
-    def after_dataloader(self, state, logger):
-        if state.timestamp.batch.value == 4:
-            x, y = state.batch
-            state.batch = (x * float("nan"), y)
-
-
-def states_of_two_groups(*others, faults=(), max_duration="12ba", **settings):
-    """What ``Inner`` sees in each of two groups, the second of which has the other callbacks."""
-
-    def replica(sim):
-        inner, callback = Inner(), callback_of(sim, **settings)
-        trainer = trainer_of(
-            *(callback, inner, *(others if sim.replica_id else ())),
-            replica_id=sim.replica_id,
-            optimizer=lambda parameters: muon_by_shape(parameters, lr=0.02),
-            max_duration=max_duration,
-        )
-        trainer.fit()
-        trainer.close()
-        assert all(p.isfinite().all() for p in trainer.state.model.parameters())
-        return callback.result["global_digest"], inner.seen
-
-    [(one, first), (other, second)] = simulate(replica, num_replicas=2, faults=faults)
-    assert one == other
-    return first, second
+def step(group, move):
+    """Take an inner step. Returns the steps of AdamW before, and whether Muon had momentum."""
+    states = group.inner.state.values()
+    steps = max((int(each["step"]) for each in states if "step" in each), default=0)
+    momenta = [each["momentum_buffer"] for each in states if len(each) == 1]
+    before = steps, any(bool(each.any()) for each in momenta)
+    group.step(move)
+    return before
 
 
 def test_a_joiner_keeps_its_own_state():
-    late = [Fault("late", replica_id=1, step=3)]
-    _, joiner = states_of_two_groups(faults=late, max_duration="8ba", num_replicas=1)
-    assert joiner == [(0, False), (1, True)]
+    def replica(group):
+        seen = []
+        while group.diloco.outer_step < 5:
+            seen.append(step(group, 0.1))
+        return seen
+
+    late = Fault("late", replica_id=1, step=3)
+    _, joiner = run(2, replica, late, sync_every=2, **GROUPS)
+    assert joiner[:3] == [(0, False), (1, True), (2, True)]
 
 
 def test_a_batch_that_is_not_a_number_costs_one_round_and_the_state_begins_anew():
-    healthy, sick = states_of_two_groups(Poison(), sync_every=3, max_sync_retries=2)
-    assert [step for step, _ in healthy] == [*range(12)]
-    assert [step for step, _ in sick] == [*range(6), *range(6)]
+    def replica(group):
+        bad = 1, 4
+        return [step(group, math.nan if (group.id, i) == bad else 0.1) for i in range(12)]
+
+    healthy, sick = run(2, replica, sync_every=3, max_sync_retries=2, **GROUPS)
+    assert [steps for steps, _ in healthy] == [*range(12)]
+    assert [steps for steps, _ in sick] == [*range(6), *range(6)]
     assert sick[6] == (0, False)
 
 
