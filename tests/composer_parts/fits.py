@@ -140,19 +140,24 @@ def fit(part: Part, diloco=None, group=0, **more) -> Fit:
         trainer.close()
 
 
-def fit_over_torchft(part: Part, lighthouse_addr: str, group=0, **settings) -> Fit:
-    """Train a group over a real lighthouse, Manager and gloo, which several fits need."""
-    diloco = DiLoCoCallback(
-        replica_id=group,
-        lighthouse_addr=lighthouse_addr,
-        hostname="127.0.0.1",
-        **{"sync_every": 3} | settings,
-    )
-    return fit(part, diloco, group=group)
+def fit_alone(part: Part, **more) -> Fit:
+    """Train one group without others, with ``IDENTITY``."""
+    return fit(part, DiLoCoCallback(num_replicas=1, sync_every=3, **IDENTITY), **more)
 
 
-def fit_groups(part: Part, num_replicas=1, settings=None, faults=(), **more) -> list[Fit]:
-    """Train simulated groups, each on its own data from weights of its own."""
+def fit_groups(
+    part: Part, num_replicas=1, settings=None, faults=(), own=lambda group: {}, **more
+) -> list[Fit]:
+    """Train simulated groups, each on its own data from weights of its own.
+
+    Args:
+        part: What is tried.
+        num_replicas: How many groups.
+        settings: Of DiLoCo.
+        faults: Scripted ones.
+        own: Returns arguments of a group's Trainer by its number.
+        **more: Arguments of all Trainers.
+    """
 
     def replica(sim):
         diloco = DiLoCoCallback(
@@ -160,7 +165,7 @@ def fit_groups(part: Part, num_replicas=1, settings=None, faults=(), **more) -> 
             replica_id=sim.replica_id,
             **{"num_replicas": num_replicas, "sync_every": 3} | (settings or {}),
         )
-        return fit(part, diloco, group=sim.replica_id, **more)
+        return fit(part, diloco, group=sim.replica_id, **own(sim.replica_id) | more)
 
     return simulate(replica, num_replicas=num_replicas, faults=faults)
 
@@ -182,8 +187,8 @@ def check_identity(part: Part, **ours_alone):
     Returns:
         The fit with DiLoCo, and the one without.
     """
-    theirs = fit(part)
-    [ours] = fit_groups(part, settings=IDENTITY, **ours_alone)
+    theirs, ours = fit(part), fit_alone(part, **ours_alone)
+    assert ours.diloco.result["inner_steps"] == len(ours.losses)
     assert ours.diloco.result["outer_steps"] > 0
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=1e-5)
     if not part.averages:

@@ -5,7 +5,6 @@ simulation's shared buffer.
 """
 
 import dataclasses
-import importlib.util
 
 import pytest
 import torch
@@ -18,33 +17,17 @@ from composer_parts.fits import (
     check_identity,
     difference,
     fit,
+    fit_alone,
     fit_groups,
 )
 from composer_parts.models import steady
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.simulation.simulation import SimulationError, simulate
+from composer_replication.simulation.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
 
-ON_A_FILE = "LoadCheckpoint"  # which its own tests make
 STREAMING = {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1}
-NEED_A_GPU = [name for name, part in CALLBACKS.items() if "CUDA" in part.error]
-
-
-@pytest.mark.parametrize("name", NEED_A_GPU)
-def test_what_needs_a_gpu_only_warns_on_a_cpu(name):
-    with pytest.warns(UserWarning, match=CALLBACKS[name].error):
-        check_identity(CALLBACKS[name])
-
-
-def test_mlperf_needs_a_package():
-    if importlib.util.find_spec("mlperf_logging") is not None:
-        pytest.skip("it is installed")
-    with pytest.raises(ImportError, match=CALLBACKS["MLPerfCallback"].error):
-        CALLBACKS["MLPerfCallback"].build()
-
-
 # ---- the notes on the page --------------------------------------------------------------------
 
 
@@ -70,34 +53,16 @@ def watching(where, threshold):
     )
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, STREAMING],
-    ids=["vanilla", "streaming"],
-)
+@pytest.mark.parametrize("settings", [{}, STREAMING], ids=["vanilla", "streaming"])
 def test_a_group_that_stops_by_itself_follows_the_others_to_their_end(settings):
-    def replica(sim):
-        diloco = diloco_of(sim, **settings)
+    def stopper(group):
         never = -1.0
-        stops = Part(
-            build=lambda: {"callbacks": [watching("train", never if sim.replica_id else 2)]}
-        )
-        return fit(stops, diloco, group=sim.replica_id)
+        return {"callbacks": [watching("train", never if group else 2)]}
 
-    stopped, other = simulate(replica, num_replicas=2)
+    stopped, other = check_equal(Part(), own=stopper, settings=settings)
     assert (len(stopped.losses), len(other.losses)) == (1, 12)
-    ours, theirs = stopped.diloco.result, other.diloco.result
-    assert ours["global_digest"] == theirs["global_digest"]
-    assert ours["outer_steps"] == theirs["outer_steps"] == (8 if settings else 4)
+    assert other.diloco.result["outer_steps"] == (8 if settings else 4)
     assert difference(stopped, other) == 0
-
-
-def diloco_of(sim, **settings):
-    return DiLoCoCallback(
-        manager=sim.manager,
-        replica_id=sim.replica_id,
-        **{"num_replicas": sim.num_replicas, "sync_every": 3} | settings,
-    )
 
 
 @pytest.mark.llmfoundry
@@ -126,22 +91,17 @@ def test_prompts_are_answered_by_the_local_weights():
 def whole():
     """A run that was not stopped, and has left a checkpoint in mid-round."""
     saving = {"save_folder": ".", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
-    [whole] = fit_groups(CALLBACKS[ON_A_FILE], settings=IDENTITY, **saving | {"callbacks": []})
-    return whole
+    return fit_alone(Part(model=steady), **saving)
 
 
 @pytest.mark.parametrize("event", ["INIT", "BEFORE_LOAD"])
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_a_checkpoint_that_a_callback_loads_is_gone_on_from(whole, event, comes_first):
-    def replica(sim):
-        diloco = diloco_of(sim, **IDENTITY)
-        load = LoadCheckpoint("ba5.pt", event=event)
-        both = [load, diloco] if comes_first else [diloco, load]
-        return fit(Part(model=steady), callbacks=both), diloco.result
-
-    [(resumed, result)] = simulate(replica, num_replicas=1)
-    assert len(resumed.losses) == 7
-    assert result["global_digest"] == whole.diloco.result["global_digest"]
+    diloco = DiLoCoCallback(num_replicas=1, sync_every=3, **IDENTITY)
+    load = LoadCheckpoint("ba5.pt", event=event)
+    both = [load, diloco] if comes_first else [diloco, load]
+    assert len(fit(Part(model=steady), callbacks=both).losses) == 7
+    assert diloco.result["global_digest"] == whole.diloco.result["global_digest"]
 
 
 @pytest.mark.parametrize(

@@ -1,55 +1,16 @@
 """What users combine with DiLoCo. Run: pytest tests/composer_parts/test_combinations.py
 
-Real: Composer's Trainer, schedulers, profiler and checkpoints, on the CPU; where there is more
-than one fit a torchft lighthouse, Manager and gloo too. Elsewhere replica groups are threads over
-the simulation's shared buffer.
+Real: Composer's Trainer and checkpoints, on the CPU. Replica groups are threads over the
+simulation's shared buffer.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
-import torch
 from composer_parts.combinations import COMBINATIONS
-from composer_parts.fits import (
-    IDENTITY,
-    check_equal,
-    difference,
-    fit,
-    fit_groups,
-    fit_over_torchft,
-)
+from composer_parts.fits import check_equal, fit_groups
 
 from composer_replication.simulation.simulation import Fault
 
 pytestmark = pytest.mark.slow
-
-SEVERAL_FITS = [name for name, part in COMBINATIONS.items() if part.steps is not None]
-# ---- several fits ----------------------------------------------------------------------------
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("name", SEVERAL_FITS)
-def test_one_group_goes_on_in_the_next_fit_as_under_composer_alone(name, lighthouse_addr):
-    part = COMBINATIONS[name]
-    alone = fit(part)
-    ours = fit_over_torchft(part, lighthouse_addr, **IDENTITY)
-    torch.testing.assert_close(ours.losses, alone.losses, rtol=0, atol=1e-5)
-    assert difference(ours, alone) < 1e-5
-    assert ours.diloco.result["inner_steps"] == len(ours.losses)
-
-
-@pytest.mark.integration
-def test_two_groups_end_equal_after_several_fits(lighthouse_addr):
-    def train(group):
-        part = COMBINATIONS["fits in a row"]
-        return fit_over_torchft(part, lighthouse_addr, group, num_replicas=2)
-
-    with ThreadPoolExecutor(2) as threads:
-        one, other = threads.map(train, range(2))
-    assert one.diloco.result["outer_steps"] == 5  # after batches 3, 4, 7, 9 and 12
-    assert one.diloco.result["global_digest"] == other.diloco.result["global_digest"]
-    assert difference(one, other) == 0
-
 
 # ---- checkpoints -----------------------------------------------------------------------------
 
