@@ -38,83 +38,69 @@ def build_model(seed):
     return HuggingFaceModel(base, peft_config=lora)
 
 
-def fit(sim, folder, load_path=None, max_duration="9ba", **diloco):
-    from composer import Trainer
-    from composer_jobs import building
+def fit_groups(num_replicas, folder, *others, **arguments):
+    """Train groups on tokens of their own; how each ends."""
+    import composer_jobs
 
-    from composer_replication.callback import DiLoCoCallback
-
-    with building:
-        model = build_model(seed=sim.replica_id)
-        generator = torch.Generator().manual_seed(sim.replica_id)
+    def own(group):
+        generator = torch.Generator().manual_seed(group)
         tokens = torch.randint(0, 32, (64, SEQUENCE), generator=generator)
         dataset = [{"input_ids": row, "labels": row} for row in tokens]
-        callback = DiLoCoCallback(
-            manager=sim.manager,
-            replica_id=sim.replica_id,
-            num_replicas=sim.num_replicas,
-            sync_every=4,
-            **diloco,
-        )
-        trainer = Trainer(
-            model=model,
-            optimizers=torch.optim.AdamW(
-                [p for p in model.parameters() if p.requires_grad], lr=0.01
-            ),
-            train_dataloader=torch.utils.data.DataLoader(dataset, 4),
-            callbacks=[callback],
-            max_duration=max_duration,
-            device="cpu",
-            save_folder=f"{folder}/{sim.replica_id}",
-            save_filename="ba{batch}.pt",
-            save_interval="3ba",
-            save_overwrite=True,
-            load_path=load_path,
-            load_strict_model_weights=False,  # as llm-foundry does: the base is not in the file
-            progress_bar=False,
-            auto_log_hparams=False,
-        )
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer.fit()
-    trainer.close()
-    return callback, before, dict(model.named_parameters())
+        with composer_jobs.building:
+            model = build_model(seed=group)
+        loader = torch.utils.data.DataLoader(dataset, 4)
+        return composer_jobs.saving(folder, group) | {"model": model, "train_dataloader": loader}
+
+    def adamw(parameters):
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.01)
+
+    return composer_jobs.fit_groups(
+        num_replicas,
+        *others,
+        own=own,
+        optimizer=adamw,
+        max_duration="9ba",
+        save_overwrite=True,
+        load_strict_model_weights=False,  # as llm-foundry does: the base is not in the file
+        **{"diloco": {"sync_every": 4}} | arguments,
+    )
 
 
 def test_adapters_are_averaged_saved_and_resumed_and_the_base_is_left_alone(tmp_path):
     from composer_jobs import read_checkpoint
 
-    from composer_replication.simulation.simulation import simulate
+    before = [dict(build_model(seed=group).named_parameters()) for group in range(2)]
+    whole = fit_groups(2, tmp_path)
+    one, other = whole
+    assert one.digest == other.digest
+    adapters = {name for name in one.weights if "lora_" in name}
+    for fit, its in zip(whole, before, strict=True):
+        for name, tensor in fit.weights.items():
+            assert torch.equal(tensor, its[name]) == (name not in adapters)
+            assert torch.equal(tensor, one.weights[name])
 
-    whole = simulate(lambda sim: fit(sim, tmp_path), num_replicas=2)
-    (one, before, after), (other, _, theirs) = whole
-    assert one.result["global_digest"] == other.result["global_digest"]
-    adapters = {name for name in after if "lora_" in name}
-    assert all(torch.equal(after[name], before[name]) for name in after.keys() - adapters)
-    assert not any(torch.equal(after[name], before[name]) for name in adapters)
-    assert all(torch.equal(after[name], theirs[name]) for name in adapters)
+    saved = [read_checkpoint(tmp_path / f"{group}/ba6.pt")["state"] for group in range(2)]
+    ours = saved[0]["callbacks"]["DiLoCoCallback"]
+    assert set(saved[0]["model"]) == set(ours["local"]) == set(ours["momentum"]) == adapters
+    assert all(torch.equal(saved[0]["model"][name], saved[1]["model"][name]) for name in adapters)
 
-    saved = read_checkpoint(tmp_path / "0" / "ba6.pt")["state"]
-    ours = saved["callbacks"]["DiLoCoCallback"]
-    assert set(saved["model"]) == set(ours["local"]) == set(ours["momentum"]) == adapters
-    digests = [read_checkpoint(tmp_path / i / "ba6.pt")["state"]["model"] for i in ("0", "1")]
-    assert all(torch.equal(digests[0][name], digests[1][name]) for name in adapters)
-
-    def resume(sim):
-        return fit(sim, tmp_path, load_path=str(tmp_path / str(sim.replica_id) / "ba6.pt"))
-
-    for (callback, _, model), (its, _, resumed) in zip(
-        whole, simulate(resume, num_replicas=2), strict=True
-    ):
-        assert its.result["global_digest"] == callback.result["global_digest"]
-        assert all(torch.equal(resumed[name], tensor) for name, tensor in model.items())
+    resumed = fit_groups(2, tmp_path, load_path=tmp_path / "{group}" / "ba6.pt")
+    for fit, its in zip(whole, resumed, strict=True):
+        assert its.digest == fit.digest
+        assert all(torch.equal(its.weights[name], tensor) for name, tensor in fit.weights.items())
 
 
 def test_fragments_may_be_given_as_peft_names_the_adapters(tmp_path):
-    from composer_replication.simulation.simulation import simulate
+    from composer import Callback
 
-    patterns = ["*.lora_A.weight", "*.lora_B.weight"]
-    [(callback, _, _)] = simulate(
-        lambda sim: fit(sim, tmp_path, fragment_patterns=patterns), num_replicas=1
-    )
-    sizes = [len(fragment["theta"]) for fragment in callback._group.continuation.ended["fragments"]]
-    assert sizes == [2, 2]
+    class Look(Callback):
+        def __init__(self, diloco):
+            self._diloco, self.sizes = diloco, []
+
+        def batch_end(self, state, logger):
+            fragments = self._diloco.diloco.state_dict()["fragments"]
+            self.sizes = [len(fragment["theta"]) for fragment in fragments]
+
+    diloco = {"fragment_patterns": ["*.lora_A.weight", "*.lora_B.weight"], "sync_every": 4}
+    [fit] = fit_groups(1, tmp_path, Look, diloco=diloco)
+    assert fit.others[0].sizes == [2, 2]
