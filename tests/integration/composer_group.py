@@ -5,7 +5,6 @@ what this rank holds. A file OUT/STOP ends training at the next sync. See
 test_composer_launchers.py.
 """
 
-import hashlib
 import json
 import os
 import sys
@@ -19,6 +18,7 @@ from composer.algorithms import EMA
 from composer.loggers import LoggerDestination
 from composer.utils import dist
 from composer_jobs import TinyModel
+from integration.composer_ranks import digest_of
 from torch.utils.data import DataLoader, TensorDataset
 from torchft.data import DistributedSampler
 
@@ -29,9 +29,7 @@ class Record(Callback):
     """Writes down what this rank holds whenever the number of outer steps has changed."""
 
     def __init__(self, diloco, path):
-        self._diloco = diloco
-        self._path = path
-        self._seen = None
+        self._diloco, self._path, self._seen = diloco, path, None
 
     def batch_start(self, state, logger):
         self._look(state)
@@ -52,8 +50,8 @@ class Record(Callback):
             "outer_step": diloco.outer_step,
             "batch": state.timestamp.batch.value,
             "inner_steps": diloco.inner_steps,
-            "local": digest_of(local),
-            "ema": digest_of(ema.ema_model.named_parameters_dict) if ema.ema_started else None,
+            "local": digest_of(local.items()),
+            "ema": digest_of(ema.ema_model.named_parameters()) if ema.ema_started else None,
             "global": diloco.global_digest(),
             "is_level": all(torch.equal(p, theta[name].to(p.dtype)) for name, p in local.items()),
         }
@@ -67,13 +65,6 @@ class BrokenOnOneRank(LoggerDestination):
     def log_metrics(self, metrics, step=None):
         if "diloco/outer_step" in metrics and dist.get_global_rank() == 1:
             raise RuntimeError("the service is away")
-
-
-def digest_of(tensors):
-    digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.float().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def main(out):

@@ -12,20 +12,20 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import composer_jobs
 import pytest
 import torch
 import torch.distributed as dist
-from common import batch
-from composer import Callback, Trainer
+from composer import Callback
 from composer.loggers import InMemoryLogger
-from composer.utils import dist as composer_dist
-from composer_jobs import STREAMING, read_checkpoint, trainer_of
+from composer_jobs import STREAMING, read_checkpoint
+from integration.composer_ranks import train as train_rank
 from integration.replicas import Group, run_groups
-from integration.resume_group import TinyModel, digest_of
 from torch.utils._pytree import keystr, tree_flatten_with_path
-from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.group import replica_group
+from composer_replication.replica.factory import make_manager
 
 pytestmark = pytest.mark.integration
 
@@ -35,28 +35,21 @@ RANKS = 2
 # ---- its ranks ------------------------------------------------------------------------------
 
 
-class Batches(Callback):
-    """What this rank holds after every batch."""
-
-    def __init__(self, diloco: DiLoCoCallback) -> None:
-        self._diloco = diloco
-        self.held: list[tuple[str, str]] = []
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        own = digest_of(state.model.named_parameters())
-        self.held.append((own, self._diloco.diloco.global_digest()))
-
-
 class Failing(Callback):
     """On rank 1 something fails in the sync that follows the fourth batch, once."""
 
-    def __init__(self, diloco: DiLoCoCallback, fail: Callable[[Any], None]) -> None:
-        self._diloco, self._fail = diloco, fail
+    def __init__(self, fail: Callable[[Any], None]) -> None:
+        self._fail = fail
+        replica_group.make_manager = self._make_manager
+
+    def _make_manager(self, **options: Any) -> Any:
+        self._manager = make_manager(**options)
+        return self._manager
 
     def batch_start(self, state: Any, logger: Any) -> None:
         if state.timestamp.batch != 3 or dist.get_rank() != 1:
             return
-        manager = self._diloco._group.manager
+        manager = self._manager
         begin = manager.start_quorum
 
         def begin_and_fail() -> None:
@@ -75,28 +68,18 @@ def fail(manager: Any) -> None:
     raise RuntimeError("on this rank alone")
 
 
-def train_rank(is_sharded: bool, fault: Any = None, **place: Any) -> dict[str, Any]:
-    dataset = TensorDataset(*batch(0, 0, size=8 * 8))
+def train_job(is_sharded: bool, fault: Any = None, **place: Any) -> dict[str, Any]:
     diloco = DiLoCoCallback(num_replicas=1, sync_every=2, digest_every=1, timeout=30.0, **place)
-    batches, logged = Batches(diloco), InMemoryLogger()
-    model = TinyModel(seed=3)
-    trainer = Trainer(
-        model=model,
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        train_dataloader=DataLoader(dataset, 4, sampler=composer_dist.get_sampler(dataset)),
+    logged = InMemoryLogger()
+    found = train_rank(
+        diloco,
+        *([Failing(fault)] if fault else []),
+        fsdp="full" if is_sharded else None,
         max_duration="7ba",
         seed=1,
-        callbacks=[diloco, batches, *([Failing(diloco, fault)] if fault else [])],
         loggers=[logged],
-        device="cpu",
-        parallelism_config={"fsdp": {}} if is_sharded else None,
-        progress_bar=False,
-        auto_log_hparams=False,
     )
-    trainer.fit()
-    trainer.close()
-    retries = [value for _, value in logged.data["diloco/retries"]]
-    return {"batches": batches.held, "result": diloco.result, "retries": retries}
+    return found | {"retries": [value for _, value in logged.data["diloco/retries"]]}
 
 
 def train_alone_and_as_one_group(process: Group, folder: str, is_sharded: bool) -> dict[str, Any]:
@@ -105,12 +88,12 @@ def train_alone_and_as_one_group(process: Group, folder: str, is_sharded: bool) 
     group = process.of_rank(folder, RANKS)
     one_group = {"lighthouse_addr": group.lighthouse_addr, "hostname": "127.0.0.1"}
     found: dict[str, Any] = {
-        "alone": train_rank(is_sharded),
-        "with a fault": train_rank(is_sharded, report),
-        "lighthouse": train_rank(is_sharded, replica_id=0, **one_group),
+        "alone": train_job(is_sharded),
+        "with a fault": train_job(is_sharded, report),
+        "lighthouse": train_job(is_sharded, replica_id=0, **one_group),
     }
     with pytest.raises(Exception) as caught:
-        train_rank(is_sharded, fail)
+        train_job(is_sharded, fail)
     return found | {"error": str(caught.value)}
 
 
@@ -124,7 +107,9 @@ def test_its_ranks_are_of_one_mind_and_bitwise_those_of_a_lighthouse(tmp_path, i
     assert alone[0]["result"]["outer_steps"] == 4
     assert [rank["retries"] for rank in alone] == [[0, 0, 0, 0]] * RANKS
     if not is_sharded:
-        assert alone[0]["batches"] == alone[1]["batches"]
+        one, other = (rank["batches"].values() for rank in alone)
+        for key in ("local", "global"):
+            assert [held[key] for held in one] == [held[key] for held in other]
     for rank in ranks:
         failed = rank["with a fault"]
         assert failed.pop("retries") == [0, 1, 0, 0]  # on the other rank too
@@ -151,17 +136,18 @@ class Start(Callback):
     def fit_start(self, state: Any, logger: Any) -> None:
         diloco = self._diloco.diloco
         assert diloco is not None
-        theta = {name: tensor.clone() for name, tensor in diloco.global_parameters().items()}
-        saved = copy.deepcopy(self._diloco.state_dict())
-        self.found = {"global": theta, "outer_step": diloco.outer_step, "saved": saved}
+        self.found = copy.deepcopy(
+            {
+                "global": dict(diloco.global_parameters()),
+                "outer_step": diloco.outer_step,
+                "saved": self._diloco.state_dict(),
+            }
+        )
 
 
 def train(diloco: DiLoCoCallback, **arguments: Any) -> dict[str, Any]:
-    start = Start(diloco)
-    trainer = trainer_of(diloco, start, max_duration="16ba", **arguments)
-    trainer.fit()
-    trainer.close()
-    return start.found | {"result": diloco.result}
+    fit = composer_jobs.train(diloco, Start, max_duration="16ba", **arguments)
+    return fit.others[0].found | {"result": fit.result}
 
 
 def go_on_with_others(group: Group, path: str) -> dict[str, Any]:

@@ -5,14 +5,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
+import httpx
 import pytest
 import torch
 from integration.replicas import Group, run_groups
 
-from composer_replication.coordinator.client import CoordinatorClient, RejectedByCoordinatorError
+from composer_replication.coordinator.client import RejectedByCoordinatorError
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.diloco.fragments import model_fingerprint
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
@@ -21,11 +21,15 @@ pytestmark = pytest.mark.integration
 RANKS = 2
 
 
+def register_a(address: str, ranks: int) -> Membership:
+    options = ReplicaOptions(replica_id="a", coordinator_addr=address)
+    return Membership(options, ask_for_run(options), [{"w": torch.zeros(1)}], ranks)
+
+
 def be_a(process: Group, address: str, folder: str) -> str:
     """One of two ranks of group a; the error that ends it."""
     process.of_rank(folder, RANKS)
-    options = ReplicaOptions(replica_id="a", coordinator_addr=address)
-    membership = Membership(options, ask_for_run(options), [{"w": torch.zeros(1)}], RANKS)
+    membership = register_a(address, RANKS)
     with pytest.raises(RejectedByCoordinatorError) as caught:
         for step in range(2400):  # four minutes
             time.sleep(0.1)
@@ -37,25 +41,12 @@ def be_a(process: Group, address: str, folder: str) -> str:
 
 def be_another_a(coordinator: Coordinator, is_over: Event) -> None:
     """A process of the same name, which lives until the first one is sure of that."""
-    while not coordinator._registry.replicas():
+    while not httpx.get(f"{coordinator.address}/v1/status").json()["replicas"]:
         assert not is_over.wait(0.1)
     coordinator.group_has_ended("a")
-    client = CoordinatorClient(coordinator.address, None)
-    info = client.info()
-    client.register(
-        {
-            "replica_id": "a",
-            "session": "another",
-            "host": "here",
-            "world_size": 1,
-            "composer_replication": info.version,
-            "torchft": info.torchft,
-            "model": model_fingerprint([{"w": torch.zeros(1)}]),
-        }
-    )
-    while not is_over.wait(0.2):
-        client.heartbeat("a", {"session": "another"})
-    client.close()
+    another = register_a(coordinator.address, 1)
+    is_over.wait()
+    another.leave()
 
 
 def test_every_rank_hears_that_another_group_has_its_name(tmp_path):

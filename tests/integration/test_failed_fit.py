@@ -4,6 +4,7 @@ Real: lighthouse, managers, gloo and Composer, the groups as threads; processes 
 what matters. Run: pytest tests/integration/test_failed_fit.py
 """
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import torch
 from composer import Callback
-from composer_jobs import STREAMING, Each, trainer_of
+from composer_jobs import STREAMING, Each, train, trainer_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
@@ -117,11 +118,9 @@ def test_the_others_go_on_when_a_fit_fails_in_a_sync_and_its_process_lives_on(
     def goes_on():
         callback = diloco(lighthouse_addr, replica_id=1, num_replicas=2)
         note = Each(lambda _: steps.append((time.monotonic(), callback.diloco.outer_step)))
-        trainer = trainer_of(callback, note, replica_id=1, max_duration="8ba")
-        trainer.fit()
+        result = train(callback, note, replica_id=1, max_duration="8ba").result
         is_over.set()
-        trainer.close()
-        return callback.result
+        return result
 
     _, result = side_by_side(fails, goes_on)
     assert result["outer_steps"] == 4
@@ -134,7 +133,7 @@ def test_the_others_go_on_when_a_fit_fails_in_a_sync_and_its_process_lives_on(
 def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
     lighthouse_addr, pause_s
 ):
-    def train(*failures):
+    def train_through(*failures):
         callback = diloco(lighthouse_addr, **STREAMING | {"sync_every": 6})
         trainer = trainer_of(callback, fails_after(*failures), max_duration="13ba")
         for _ in failures:
@@ -146,7 +145,7 @@ def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
         return callback.result
 
     # Of the two failures one comes with a sync in flight.
-    whole, in_parts = train(), train(5, 8)
+    whole, in_parts = train_through(), train_through(5, 8)
     assert in_parts["global_digest"] == whole["global_digest"]
     assert in_parts["inner_steps"] == whole["inner_steps"] == 13
 
@@ -227,19 +226,15 @@ def test_ctrl_c_in_a_sync_costs_nothing_but_the_attempt(lighthouse_addr, monkeyp
 def test_fits_that_follow_each_other_start_at_once_and_leave_nothing(lighthouse_addr, same_trainer):
     starts, kept = Starts(), []
     process = psutil.Process()
-    trainer = None
+    once = [starts] if same_trainer else []  # Composer allows a callback one open Trainer
+    trainer = trainer_of(diloco(lighthouse_addr), *once, max_duration="0ba")
     for _ in range(25):
-        if trainer is None:
-            trainer = trainer_of(diloco(lighthouse_addr), starts, max_duration="2ba")
-            trainer.fit()
-        else:
+        if same_trainer:
             trainer.fit(duration="2ba")
-        if not same_trainer:
-            trainer.close()
-            trainer = None
+        else:
+            train(diloco(lighthouse_addr), starts, max_duration="2ba")
         kept.append((process.num_fds(), process.num_threads()))
-    if trainer is not None:
-        trainer.close()
+    trainer.close()
     assert len(starts.seconds) == 25 and max(starts.seconds[1:]) < 1.0, starts.seconds
     for before, after in zip(kept[9], kept[-1], strict=True):
         assert abs(after - before) <= 10, kept
@@ -262,11 +257,8 @@ def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_
         callback = diloco(lighthouse_addr, replica_id=1, num_replicas=2)
         ends = []
         note = Each(lambda _: (time.sleep(0.1), ends.append(time.monotonic())))
-        trainer = trainer_of(callback, note, replica_id=1, max_duration="40ba")
-        trainer.fit()
-        trainer.close()
-        waits = [after - before for before, after in zip(ends, ends[1:], strict=False)]
-        return callback.result, max(waits)
+        result = train(callback, note, replica_id=1, max_duration="40ba").result
+        return result, max(after - before for before, after in itertools.pairwise(ends))
 
     one, (other, longest_wait) = side_by_side(comes_back, goes_on)
     assert one["global_digest"] == other["global_digest"]

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.integration
 SYNCS_BEFORE = 5
 LEAVES_AFTER_S = 3.0
 ENOUGH = 13
+LOST = ConnectionError("all connections are lost")
 
 
 def train(
@@ -90,7 +91,7 @@ def unreachable(manager: ReplicaManager, seconds: float) -> None:
         return json.dumps(json.loads(handle()) | where)
 
     manager._pg.get_reconfigure_handle = report
-    manager._close_connections()
+    manager.report_error(LOST)
 
 
 def one_is_unreachable(group: Group, lasts_s: float) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def two_cannot_reach_each_other(group: Group) -> dict[str, Any]:
                          for n, h in handles.items()}, limit_s)  # fmt: skip
 
         manager_module.find_unreachable = find_with_a_fault
-        manager._close_connections()
+        manager.report_error(LOST)
 
     return train(group, trouble, first=2)
 

@@ -1,14 +1,6 @@
-"""One rank of a replica group that trains, is saved in mid-round, and is resumed.
-
-python resume_group.py PLAN, a JSON file: which cases, from which checkpoints. Each case is a run of
-its own, one after the other in this process. See test_resume.py.
-"""
+"""One rank of a replica group that is a Composer job, and what it holds after every batch."""
 
 import hashlib
-import json
-import os
-import sys
-from pathlib import Path
 
 import torch
 from common import Buffered, batch, muon_by_shape
@@ -20,8 +12,6 @@ from composer.utils import dist
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from torchft.data import DistributedSampler
-
-from composer_replication import DiLoCoCallback
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
@@ -57,14 +47,13 @@ class Record(Callback):
     def fit_start(self, state, logger):
         """All of what is local, global and outer momentum, whatever the number of ranks."""
         packed = self._diloco.state_dict()
-        whole = {
-            f"{part}.{name}": tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            for part in ("local", "momentum")
-            for name, tensor in packed[part].items()
-        }
-        model = state.get_model_state_dict()
-        whole |= {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.items()}
-        self.at_start = digest_of(whole.items())
+        parts = {part: packed[part] for part in ("local", "momentum")}
+        parts["model"] = state.get_model_state_dict()
+        self.at_start = digest_of(
+            (f"{part}.{name}", tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+            for part, named in parts.items()
+            for name, tensor in named.items()
+        )
 
     def batch_end(self, state, logger):
         self.batches[state.timestamp.batch.value] = {
@@ -91,43 +80,45 @@ def digest_of(named):
     return digest.hexdigest()
 
 
-def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
-    group, rank = int(os.environ["REPLICA_GROUP_ID"]), dist.get_global_rank()
-    x, y = batch(0, 0, size=2 * 5 * 8)  # an epoch of five batches for each of two groups
+def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, **more):
+    """Train this rank; what it has held, and how it ended.
+
+    Args:
+        diloco: The callback of its group.
+        *others: Callbacks beside it.
+        optimizer: One of ``OPTIMIZERS``.
+        fsdp: The type of FSDP's checkpoints; None under DDP.
+        ema: The half-life of an average of the weights; None without it.
+        groups: How many share the ten batches of an epoch.
+        **more: Of the Trainer; and ``dtype``, of the model.
+    """
+    torch.manual_seed(0)
+    ranks = dist.get_world_size()
+    x, y = batch(0, 0, size=2 * 5 * 8)
     dataset = TensorDataset(x, y, torch.arange(len(x)))
     sampler = DistributedSampler(
         dataset,
-        replica_rank=group,
-        num_replica_groups=2,
-        group_rank=rank,
-        num_replicas=dist.get_world_size(),
+        replica_rank=int(diloco.options.replica_id or 0),
+        num_replica_groups=groups,
+        group_rank=dist.get_global_rank(),
+        num_replicas=ranks,
     )
-    model = TinyModel(seed=3, dtype=getattr(torch, case.get("dtype", "float32")))
-    diloco = DiLoCoCallback(
-        lighthouse_addr=lighthouse_addr, timeout=30.0, start_timeout_s=90.0, **case["diloco"]
-    )
+    model = TinyModel(seed=3, dtype=getattr(torch, more.pop("dtype", "float32")))
     record = Record(diloco)
     trainer = Trainer(
         model=model,
-        optimizers=OPTIMIZERS[case["optimizer"]](model.parameters()),
+        optimizers=OPTIMIZERS[optimizer](model.parameters()),
         schedulers=CosineAnnealingScheduler(t_max="20ba"),
-        train_dataloader=DataLoader(dataset, 8 // dist.get_world_size(), sampler=sampler),
-        # The run that is resumed evaluates too, which must make no difference.
+        train_dataloader=DataLoader(dataset, 8 // ranks, sampler=sampler),
         eval_dataloader=DataLoader(dataset, 8, sampler=dist.get_sampler(dataset)),
-        eval_interval="2ba" if load_path else "100ba",
-        max_duration=max_duration or case["max_duration"],
-        callbacks=[diloco, record],
-        algorithms=[EMA(half_life=case["ema"])] if "ema" in case else None,
+        callbacks=[diloco, record, *others],
+        algorithms=None if ema is None else EMA(half_life=ema),
         device="cpu",
         device_train_microbatch_size=2,  # gradients are accumulated
-        parallelism_config={"fsdp": {"state_dict_type": case["fsdp"]}} if case["fsdp"] else None,
-        save_folder=f"{out}/{case['name']}/{group}",
-        save_filename="ba{batch}.pt",
-        save_interval=f"{case['stop']}ba",
-        save_overwrite=True,
-        load_path=load_path,
+        parallelism_config={"fsdp": {"state_dict_type": fsdp}} if fsdp else None,
         progress_bar=False,
         auto_log_hparams=False,
+        **{"eval_interval": "100ba"} | more,
     )
     trainer.fit()
     trainer.close()
@@ -138,25 +129,3 @@ def train(case, out, *, lighthouse_addr, load_path=None, max_duration=None):
         "model": digest_of(model.named_parameters()),
         "inner": digest_of(inner_state(trainer.state.optimizers[0])),
     }
-
-
-def main(plan_path):
-    os.environ["FSDP_VERSION"] = "2"
-    dist.initialize_dist("cpu")
-    plan = json.loads(Path(plan_path).read_text())
-    group, rank = os.environ["REPLICA_GROUP_ID"], dist.get_global_rank()
-    for case, addr in zip(plan["cases"], plan["lighthouses"], strict=True):
-        load_path = None
-        if plan["resumes"]:
-            name = f"ba{case['stop']}.pt"
-            if case["fsdp"] == "sharded":
-                name = f"ep{(case['stop'] - 1) // 5}-ba{case['stop']}"
-            load_path = f"{plan['out']}/{case['name']}/{group}/{name}"
-        torch.manual_seed(0)
-        found = train(case, plan["out"], lighthouse_addr=addr, load_path=load_path)
-        path = Path(plan["out"]) / f"{case['name']}.{plan['resumes']}.{group}.{rank}.json"
-        path.write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
