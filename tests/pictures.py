@@ -33,7 +33,7 @@ TOKEN = "a-token-for-the-pictures"
 KILL_AT, SHOW_AT = 15, 80
 """Outer steps at which group 1 is killed, and at which the page's pictures are taken."""
 COLUMNS = (80, 120)
-"""Widths of the terminals."""
+"""Widths, in columns, of the terminals of which pictures are taken."""
 
 
 # ---- what the pictures show --------------------------------------------------------------------

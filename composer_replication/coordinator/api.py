@@ -65,13 +65,13 @@ class StrictBody(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The reason why a request failed."""
+    """The answer to a request that failed. ``detail`` says why, in a line for people."""
 
     detail: str
 
 
 class Registration(StrictBody):
-    """A replica group that registers."""
+    """What a replica group says of itself when it registers, before it trains."""
 
     replica_id: GroupName
     session: Name
@@ -122,7 +122,7 @@ class WithLedger(StrictBody):
     ledger: Annotated[list[tuple[Count, Count, Count]], AfterValidator(_possible)]
 
     def entries(self) -> dict[int, tuple[int, int]]:
-        """The rows by stream."""
+        """The samples in the model, and in some part of it, by the number of the stream."""
         return {stream: (position, in_part) for stream, position, in_part in self.ledger}
 
 

@@ -93,14 +93,14 @@ class RunInfo:
             SettingsMismatch: A key has another value.
         """
         run = self.model_section
-        differing = [
+        others = [
             f"model.{name}"
             for name, digest in digests_of(section).items()
             if run.get(name, digest) != digest
         ]
-        if differing:
+        if others:
             raise SettingsMismatch(
-                f"another model: {', '.join(differing)} of this config differ from the config of "
+                f"another model: {', '.join(others)} of this config differ from the config of "
                 "the run's coordinator: make them equal"
             )
 

@@ -82,7 +82,7 @@ class Host:
     model: nn.Module
     """The model, without the wrapper of DDP."""
     optimizer: torch.optim.Optimizer
-    """The inner optimizer."""
+    """The inner optimizer, whose steps are counted."""
     loader: object = None
     """The training loader, which the group feeds if it is a ``ReplicaDataLoader``."""
 

@@ -20,7 +20,7 @@ from composer_replication.settings import DiLoCoSettings
 
 @pytest.fixture
 def load():
-    """Imports a script of the study."""
+    """A function that imports a script of the study by its name, and returns the module."""
     with study_modules() as load:
         yield load
 

@@ -120,8 +120,8 @@ class Memory:
 def test_what_cannot_be_handed_over_is_told_once(caplog):
     with caplog.at_level(logging.WARNING, "composer_replication"):
         rates_of_two_groups(lambda sgd: LambdaLR(sgd, Memory()), JOINS_LATE)
-    [told] = [r.getMessage() for r in caplog.records if "Schedulers" in r.getMessage()]
-    assert "it has sent those of [] for 1 groups" in told and "has ['LambdaLR'] for 1" in told
+    [warning] = [r.getMessage() for r in caplog.records if "Schedulers" in r.getMessage()]
+    assert "it has sent those of [] for 1 groups" in warning and "has ['LambdaLR'] for 1" in warning
 
 
 def plateau(lr):

@@ -97,7 +97,7 @@ def ema(group=0):
 
 
 def weights_without_diloco(batches):
-    """What was trained, by batch."""
+    """The parameters after each batch of a training without DiLoCo, by the number of the batch."""
     record = Record()
     trainer = trainer_of(
         record, model=Evaluated, max_duration="12ba", train_dataloader=data(0, batches)
@@ -281,8 +281,8 @@ def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
             2, lambda group: None if group == 0 else ema(), faults=JOINS_LATE,
             diloco={"num_replicas": 1},
         )  # fmt: skip
-    told = "This joiner keeps its own averages, ['EMA']: the donor has none"
-    assert any(told in message for message in caplog.messages)
+    warning = "This joiner keeps its own averages, ['EMA']: the donor has none"
+    assert any(warning in message for message in caplog.messages)
 
 
 def test_a_group_that_stands_by_sends_the_local_weights_and_not_ema_s(tmp_path, monkeypatch):

@@ -100,21 +100,21 @@ def register(client, *arguments, **changes):
 
 
 def beat(client, replica_id="0", session="one", **progress):
-    told = {"session": session, **progress}
-    return client.post(f"/v1/replicas/{replica_id}/heartbeat", json=told)
+    body = {"session": session, **progress}
+    return client.post(f"/v1/replicas/{replica_id}/heartbeat", json=body)
 
 
 # ---- settings --------------------------------------------------------------------------------
 
 
 def test_info_has_every_setting_and_none_is_left_out(client):
-    told = client.get("/v1/info").json()
-    assert told["settings"].keys() == {f.name for f in dataclasses.fields(DiLoCoSettings)}
-    assert DiLoCoSettings(**told["settings"]) == SETTINGS
-    assert (told["num_replicas"], told["min_replicas"]) == (2, 1)
-    assert told["lighthouse_addr"] == "http://head:1" and told["heartbeat_timeout_s"] == 3.0
-    assert told["settings_source"] == "tiny.yaml"
-    assert told["outer_step"] == 0
+    info = client.get("/v1/info").json()
+    assert info["settings"].keys() == {f.name for f in dataclasses.fields(DiLoCoSettings)}
+    assert DiLoCoSettings(**info["settings"]) == SETTINGS
+    assert (info["num_replicas"], info["min_replicas"]) == (2, 1)
+    assert info["lighthouse_addr"] == "http://head:1" and info["heartbeat_timeout_s"] == 3.0
+    assert info["settings_source"] == "tiny.yaml"
+    assert info["outer_step"] == 0
 
 
 def test_the_page_has_the_settings_as_a_config_writes_them(client):
@@ -257,8 +257,8 @@ def post(client, path, **body):
 
 
 def open_stream(client, name="one/0", **changes):
-    told = {"name": name, "dataset_id": C4["dataset_id"], "replica_id": "0", "session": "one"}
-    return post(client, "streams", **told | changes)
+    body = {"name": name, "dataset_id": C4["dataset_id"], "replica_id": "0", "session": "one"}
+    return post(client, "streams", **body | changes)
 
 
 @pytest.fixture
@@ -373,13 +373,13 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
     service = HttpService("127.0.0.1:0")
     service.start(client.app)
     address = f"http://127.0.0.1:{service.port}/v1"
-    told = {"headers": client.headers, "timeout": 20, "trust_env": False}
+    request = {"headers": client.headers, "timeout": 20, "trust_env": False}
     with ThreadPoolExecutor(60) as pool:
         with database.transaction():
-            waiting = [pool.submit(httpx.get, f"{address}/info", **told) for _ in range(60)]
+            waiting = [pool.submit(httpx.get, f"{address}/info", **request) for _ in range(60)]
             progress = {"session": "one", "outer_step": 4}
             for _ in range(3):
-                answer = httpx.post(f"{address}/replicas/0/heartbeat", json=progress, **told)
+                answer = httpx.post(f"{address}/replicas/0/heartbeat", json=progress, **request)
                 assert answer.json() == {"replica_id": "0"}
             assert not any(request.done() for request in waiting)
         assert {request.result().json()["outer_step"] for request in waiting} == {4}
@@ -420,14 +420,14 @@ def test_who_changes_a_run_or_tries_to_is_written_down(client, caplog):
     for _ in range(5):
         client.get("/v1/info", headers={"Authorization": "Bearer guessed"})
     what = "registration of replica group 0 on here, from testclient"
-    told = events_of(client)
-    assert told[0] == what and told[1].startswith(f"{what}, is refused: a replica group '0' is")
-    assert told[2:] == [
+    texts = events_of(client)
+    assert texts[0] == what and texts[1].startswith(f"{what}, is refused: a replica group '0' is")
+    assert texts[2:] == [
         "rewind to outer step 0, from testclient",
         "requests with a wrong token: 1, the last one from testclient",
     ]
     logged = [each.message for each in caplog.records if each.name.endswith("events")]
-    assert [text.lower() for text in logged] == [text.lower() for text in told]
+    assert [text.lower() for text in logged] == [text.lower() for text in texts]
 
 
 @pytest.mark.slow

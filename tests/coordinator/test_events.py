@@ -95,7 +95,7 @@ def test_memory_for_digests_has_a_bound(history):
 
 def test_losses_are_read_while_heartbeats_add_groups(history):
     with ThreadPoolExecutor() as pool:
-        told = pool.map(lambda n: history.add(str(n), {"batch": 1, "loss": 1.0}), range(3000))
+        added = pool.map(lambda n: history.add(str(n), {"batch": 1, "loss": 1.0}), range(3000))
         while len(history.losses()) < 3000:
             pass
-    assert len([*told]) == 3000
+    assert len([*added]) == 3000

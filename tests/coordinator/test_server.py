@@ -90,10 +90,10 @@ def test_the_lighthouse_is_where_the_coordinator_was_reached(start, arguments, r
 
 def test_on_loopback_without_a_token_a_web_page_cannot_read_the_run(start):
     coordinator = start(tokens=[])
-    told = {"timeout": 5, "trust_env": False}
+    limits = {"timeout": 5, "trust_env": False}
     rebound = {"Host": "evil.example"}
-    assert httpx.get(f"{coordinator.address}/v1/info", **told).status_code == 200
-    assert httpx.get(f"{coordinator.address}/v1/info", headers=rebound, **told).status_code == 421
+    assert httpx.get(f"{coordinator.address}/v1/info", **limits).status_code == 200
+    assert httpx.get(f"{coordinator.address}/v1/info", headers=rebound, **limits).status_code == 421
 
 
 # ---- TLS ---------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ def trainer_of(
 def alone(
     folder: Path, *callbacks: TrainerCallback, args: Any = (), settings: Any = (), **more: Any
 ) -> Trainer:
-    """A trainer of a run of one group."""
+    """A Hugging Face Trainer with our callback, in a run of one group that trains alone."""
     settings = {"num_replicas": 1, "replica_id": "0", "sync_every": 4, **dict(settings)}
     args = arguments_of(folder, **dict(args))
     return trainer_of(DiLoCoTrainerCallback(**settings), args, *callbacks, **more)

@@ -74,7 +74,7 @@ SMALL_BUCKET = 512
 
 
 def train(diloco: DiLoCo, draws: Draws) -> list[str]:
-    """The digests of all outer steps."""
+    """Train for ``ROUNDS`` rounds; the digest of the global parameters after each outer step."""
     for _ in range(ROUNDS * SYNC_EVERY):
         draws.step()
     diloco.final_sync()

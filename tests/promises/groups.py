@@ -82,7 +82,7 @@ class Group:
             self.reports += self.diloco.pop_finished_syncs()
 
     def end(self):
-        """Make the final sync."""
+        """Make the final sync, and keep the reports of it and of those before it."""
         self.diloco.final_sync()
         self.reports += self.diloco.pop_finished_syncs()
 

@@ -151,7 +151,7 @@ def test_groups_that_resume_with_other_global_parameters_find_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("changed", "told"), [
+@pytest.mark.parametrize(("changed", "message"), [
     ({"outer": nesterov_sgd(0.4)},
      r"outer_optimizer: 'SGD\(.*lr=0.7.*' before, 'SGD\(.*lr=0.4.*' now"),
     ({"sync_every": 12}, "sync_every: 8 before, 12 now"),
@@ -161,14 +161,14 @@ def test_groups_that_resume_with_other_global_parameters_find_out():
     ({"sync_buffers": "none"}, "sync_buffers: 'mean' before, 'none' now"),
 ])  # fmt: skip
 @pytest.mark.parametrize("stops_at", [7, 8, 9])
-def test_changed_settings_are_adopted_and_told(changed, told, stops_at, caplog):
+def test_changed_settings_are_adopted_and_logged(changed, message, stops_at, caplog):
     settings = STREAMING | {"model": TinyMLP}  # without buffers their setting may change too
     _, saved = run_whole(settings)
     first, second = simulate(
         lambda sim: end(resumed(sim, saved, stops_at, settings | changed)), num_replicas=2
     )
     assert first[0] == second[0] and first[2] == STEPS
-    assert any(re.search(told, text) for text in caplog.messages)
+    assert any(re.search(message, text) for text in caplog.messages)
 
 
 @pytest.mark.parametrize(("lr", "is_still"), [(0.0, True), (0.7, False)])
@@ -186,14 +186,16 @@ def test_a_changed_outer_learning_rate_is_the_one_that_steps(lr, is_still):
     assert simulate(replica, num_replicas=1) == [(is_still, 2)]
 
 
-@pytest.mark.parametrize(("changed", "told"), [
+@pytest.mark.parametrize(("changed", "message"), [
     ({"num_fragments": 1}, "num_fragments: 1 here, 2 there"),
     ({"sync_buffers": "none"}, "sync_buffers: 'none' here, 'mean' there"),
     ({"weight_by": "samples"}, "weight_by: 'samples' here, 'uniform' there"),
 ])  # fmt: skip
-def test_settings_that_the_state_does_not_allow_are_refused_with_both_values(changed, told):
+def test_settings_that_the_state_does_not_allow_are_refused_with_both_values(changed, message):
     _, saved = run_whole(STREAMING, k=1)
-    with pytest.raises(SimulationError, match=f"SettingsMismatch: .* the checkpoint(.|\n)*{told}"):
+    with pytest.raises(
+        SimulationError, match=f"SettingsMismatch: .* the checkpoint(.|\n)*{message}"
+    ):
         simulate(lambda sim: resumed(sim, saved, 7, STREAMING | changed), num_replicas=1)
 
 

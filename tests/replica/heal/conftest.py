@@ -32,12 +32,12 @@ def has_quorum(monkeypatch):
     """Have a last quorum of these members, each with its step and what its manager says."""
 
     def form(*members):
-        told = {f"http://localhost:{number}": member for number, member in enumerate(members, 1)}
-        found = tuple(Member(f"{a}:1", step, a) for a, (step, _) in told.items())
+        named = {f"http://localhost:{number}": member for number, member in enumerate(members, 1)}
+        found = tuple(Member(f"{a}:1", step, a) for a, (step, _) in named.items())
         status = LighthouseStatus(found, alive=frozenset(each.replica_id for each in found))
         monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
-        monkeypatch.setattr(prefetch, "ManagerClient", lambda a, **_: FakeManager(told[a][1]))
-        connects, managers = prefetch.can_connect, range(1, len(told) + 1)
+        monkeypatch.setattr(prefetch, "ManagerClient", lambda a, **_: FakeManager(named[a][1]))
+        connects, managers = prefetch.can_connect, range(1, len(named) + 1)
         monkeypatch.setattr(prefetch, "can_connect", lambda *a: a[1] in managers or connects(*a))
 
     return form
