@@ -12,8 +12,13 @@ import pytest
 import torch
 from common import Constant
 from promises.groups import run
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from composer_replication import ReplicaDataLoader
+from composer_replication.coordinator.database import Database
+from composer_replication.coordinator.wire_types import Lease
+from composer_replication.coordinator.work_units import WorkUnits
+from composer_replication.data.sample_stream import FixedShards, StreamPosition
 from composer_replication.diloco.equal_samples import MAX_NUMBERS, NUM_BATCHES, digest_of
 from composer_replication.simulation.simulation import Fault
 
@@ -84,12 +89,35 @@ def test_a_run_that_is_meant_so_says_so():
 # ---- honest jobs -----------------------------------------------------------------------------
 
 
+def loader_of():
+    return ReplicaDataLoader(TensorDataset(SAMPLES), 4, dataset_id="samples", unit_size=4)
+
+
+def read(loader, source):
+    loader.read(source, StreamPosition(), lambda: False)
+    for epoch in itertools.count():
+        loader.begin(epoch, 0)
+        yield from loader
+
+
+def shards(group, k):
+    loader = loader_of()
+    return read(loader, FixedShards(loader.spec, group, k).lease)
+
+
 HONEST = {
     "parts of a dataset": own,
+    "fixed shards": shards,
     "a sampler of another seed": lambda group, k: cycle(SAMPLES, 1, seed=1 + group),
     "epochs of unequal length": lambda group, k: cycle(SAMPLES[14 * group :][: 14 + 6 * group]),
     "batches of unequal size": lambda group, k: cycle(SAMPLES[16 * group :][:16], 2 + group),
 }
+
+
+@pytest.mark.parametrize("batches_of", [own, shards])
+@pytest.mark.parametrize("groups", range(4, 9))
+def test_many_groups_that_divide_a_dataset_are_not_equal(batches_of, groups):
+    assert not any(found(groups, batches_of))
 
 
 @pytest.mark.parametrize("batches_of", HONEST.values(), ids=HONEST)
@@ -110,6 +138,22 @@ def test_a_joiner_is_at_another_position_than_the_others(reads):
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_group_that_heals_is_not_equal(kind, step):
     assert not any(found(3, own, Fault(kind, replica_id=1, step=step), steps=20))
+
+
+@pytest.mark.parametrize("faults", [(), (Fault("restart", replica_id=1, step=2),)])
+def test_leases_are_not_equal(tmp_path, faults):
+    units = WorkUnits(Database(tmp_path / "units.sqlite"))
+    incarnations = itertools.count()
+
+    def batches_of(group, k):
+        loader = loader_of()
+        spec = loader.spec
+        units.create_dataset(spec.dataset_id, spec.length, spec.seed, spec.unit_size)
+        name = f"{next(incarnations)}"
+        stream = units.open_stream(name, spec.dataset_id, str(group), name)
+        return read(loader, lambda *asked: Lease(**vars(units.lease(stream, *asked))))
+
+    assert not any(found(3, batches_of, *faults))
 
 
 # ---- a digest --------------------------------------------------------------------------------

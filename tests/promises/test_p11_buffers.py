@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from common import Constant, plain_sgd
+from common import Constant, batch, plain_sgd
 from promises.groups import STREAMING, run
 from torch import nn
 
 from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.diloco.global_state import digest_of
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
 
@@ -92,6 +93,32 @@ def test_with_a_delay_what_has_moved_since_is_mixed_in_like_parameters():
     assert one[1]["mean"] == other[1]["mean"] == [1.5]
     # What has no mean is as it was when the first group sent it.
     assert {each[n]["count"] for each in (one, other) for n in (0, 1)} == {2**60 + 1}
+
+
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])
+def test_batch_norm_ends_alike_in_all_groups(wire_format):
+    def model():
+        made = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        for parameter in made.parameters():
+            nn.init.constant_(parameter, 0.1)
+        return made
+
+    def replica(group):
+        model = group.model
+        for step in range(6 + group.id):
+            x, y = batch(group.id, step)
+            group.inner.zero_grad()
+            nn.functional.mse_loss(model(x + group.id), y).backward()
+            group.inner.step()
+        group.end()
+        digest = digest_of(model.state_dict())
+        assert digest == group.diloco.global_digest()
+        assert model[1].running_mean.abs().sum() > 0.01
+        return digest, int(model[1].num_batches_tracked)
+
+    settings = {"num_fragments": 2, "wire_format": wire_format, "sync_every": 4}
+    one, other = trained(2, replica=replica, model=model, **settings)
+    assert one == other and one[1] >= 6
 
 
 @pytest.mark.parametrize("late", [0, 1])  # the first group of the quorum, or another one
