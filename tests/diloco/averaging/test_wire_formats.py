@@ -3,6 +3,8 @@
 Run: pytest tests/diloco/averaging/test_wire_formats.py.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -24,6 +26,48 @@ def there_and_back(name, values):
 
 def draw(size, *, scale=1.0, seed=0):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def padded(*values):
+    return torch.cat([torch.tensor(values), torch.zeros(PART - len(values))])
+
+
+def test_bfloat16_is_torchs():
+    values = draw(PART * 3, scale=1e-3)
+    assert torch.equal(there_and_back("bfloat16", values), values.bfloat16().float())
+
+
+def test_int8_rounds_to_the_nearest_127th_of_the_largest_in_256():
+    values = padded(127.0, 1.4, 1.6, -1.4, -1.6, -126.7)
+    values[256:259] = torch.tensor([0.254, 0.0031, -0.001])  # a block of its own
+    decoded = there_and_back("int8", values)
+    assert decoded[:6].tolist() == [127.0, 1.0, 2.0, -1.0, -2.0, -127.0]
+    assert decoded[256:259].tolist() == pytest.approx([0.254, 0.004, 0.0])
+    values = draw(PART * 8)
+    blocks = values.view(-1, 256)
+    step = blocks.abs().amax(1, keepdim=True) / 127
+    assert torch.allclose(
+        there_and_back("int8", values).view(-1, 256), (blocks / step).round() * step, atol=1e-6
+    )
+
+
+def scale_of(largest, top):
+    """The smallest number of 3 bits of mantissa that is not below it, within 32 powers of two."""
+    exponent = math.floor(math.log2(largest)) - 3
+    return max(math.ceil(largest / 2**exponent) * 2**exponent, top / 2**31.9)
+
+
+def test_fp4_rounds_to_the_nearest_of_its_grid_at_the_scale_of_each_block():
+    values = draw(PART * 4) * torch.logspace(0, -7, PART * 4 // 32).repeat_interleave(32)
+    decoded = there_and_back("fp4", values).view(-1, 32)
+    blocks = values.view(-1, 32)
+    top = float(values.abs().max())
+    for block, found in zip(blocks, decoded, strict=True):
+        grid = torch.arange(8) * scale_of(float(block.abs().max()), top) / 7
+        both = torch.cat([-grid, grid])
+        distance = (block[:, None] - both).abs().amin(1)
+        assert torch.allclose((block - found).abs(), distance, rtol=1e-4, atol=1e-12)
+        assert (found[:, None] - both).abs().amin(1).max() < 1e-5 * float(grid[-1])
 
 
 @pytest.mark.parametrize("name", ENCODED)
