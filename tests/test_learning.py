@@ -54,6 +54,6 @@ def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_par
 def test_the_page_of_the_defaults_is_that_of_the_results_file(load):
     defaults, study = load("defaults"), load("study")
     page = (FOLDER / "defaults-so-far.md").read_text()
-    assert page == defaults.report(study.read(study.DEFAULTS)), (
+    assert page == defaults.report(study.read(study.DEFAULTS), study.read()), (
         "run spikes/009-learning/defaults.py"
     )

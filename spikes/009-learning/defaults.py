@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from arms import DATA_PARALLEL, DATA_PARALLEL_32, DATA_PARALLEL_MUON, EIGHT_SHORT, FOUR_SHORT, TWO
@@ -24,6 +25,12 @@ SEEDS = (1, 2, 3)
 """The first one is for all candidates, the others are for the finalists."""
 
 ARM_SEEDS = range(1, 6)
+
+SHIPS = "0.7 / 0.5"
+"""The candidate that ships while the study goes on."""
+
+RACERS = 2
+"""Of the candidates, those that are trained in the dear jobs before all others, beside SHIPS."""
 
 FINALISTS = 4
 HOURS = 80.0
@@ -208,23 +215,37 @@ def equal_bytes(groups: int) -> dict[str, Cell]:
     }
 
 
-def _arms(groups: int, seeds: Iterable[int]) -> Iterator[Cell]:
-    for seed, cell in product(seeds, equal_bytes(groups).values()):
-        yield cell.with_seed(seed)
+GO_ON = (
+    *("H = 30", "H = 15", "H = 10", "averaged state"),
+    *("8, 4 and 8 groups", "8, 4 and 8 groups, averaged state"),
+)
+"""The arms that are trained after those of four groups with the first seed. A plain arm of about as
+many bytes had less loss than each of the others there."""
+
+
+def _arms(groups: int, seeds: Iterable[int], names: Container[str] = ()) -> Iterator[Cell]:
+    for seed, (name, cell) in product(seeds, equal_bytes(groups).items()):
+        if not names or name in names:
+            yield cell.with_seed(seed)
 
 
 # ---- the order of the trainings ----------------------------------------------------------------
 
 
-def wanted(done: Lines) -> Iterator[Cell]:
+def wanted(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
     """What is still to be trained, the most informative for its cost first.
 
     Candidates of a job are known once its reference is, and finalists once all jobs are done.
+
+    Args:
+        done: The results of this study.
+        others: Those of the study of learning, which has some of the arms.
     """
     arms = {cell for groups in (4, 8) for cell in _arms(groups, ARM_SEEDS)}
     is_over = _hours(done, arms) >= HOURS
-    for cell in _in_order(done):
-        if cell.key not in done and not (is_over and cell not in arms):
+    known = {**others, **done}
+    for cell in _in_order(known):
+        if cell.key not in known and not (is_over and cell not in arms):
             yield cell
 
 
@@ -232,24 +253,57 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     by_cost = sorted(JOBS, key=lambda job: job.cost)
     yield from _jobs(by_cost[:9], done)
     yield from _arms(4, ARM_SEEDS[:1])
-    yield from _jobs(by_cost[9:], done)
-    yield from _arms(8, ARM_SEEDS[:1])
-    if finalists := _finalists(done):
-        for seed, job in product(SEEDS[1:], by_cost):
-            base = reference(job, done)
-            assert base is not None, "there are no finalists before all references"
-            named = candidates(job, base)
-            for cell in (base, *(named[name] for name in finalists)):
-                yield cell.with_seed(seed)
-    for seed, groups in product(ARM_SEEDS[1:], (4, 8)):
-        yield from _arms(groups, (seed,))
+    yield from _jobs(by_cost[9:-2], done, _racers(done))
+    for seed, groups in product(ARM_SEEDS, (4, 8)):
+        yield from _arms(groups, (seed,), GO_ON)
+    yield from _jobs(by_cost[-2:], done, _racers(done))
+    yield from _jobs(by_cost, done, _not_beaten(done))
+    for seed, job in product(SEEDS[1:], by_cost if (finalists := _finalists(done)) else ()):
+        base = reference(job, done)
+        assert base is not None, "there are no finalists before all references"
+        named = candidates(job, base)
+        for cell in (base, *(named[name] for name in finalists)):
+            yield cell.with_seed(seed)
 
 
-def _jobs(jobs: Iterable[Job], done: Lines) -> Iterator[Cell]:
+def _jobs(jobs: Iterable[Job], done: Lines, names: Iterable[str] = NAMES) -> Iterator[Cell]:
     for job in jobs:
         base = reference(job, done)
-        cells = data_parallel(job) if base is None else candidates(job, base).values()
-        yield from cells
+        if base is None:
+            yield from data_parallel(job)
+        else:
+            named = candidates(job, base)
+            yield from (named[name] for name in names)
+
+
+def _racers(done: Lines) -> list[str]:
+    """Who is trained first in the dear jobs: the best so far, and what ships."""
+    complete = _complete(done, NAMES)
+    order = sorted(NAMES, key=lambda name: floor(each[name] for each in complete.values()))
+    return list(dict.fromkeys([*order[:RACERS], SHIPS]))
+
+
+def _known(done: Lines) -> dict[str, list[float]]:
+    """The gaps of each candidate with the first seed, of all jobs in which it was trained."""
+    every = [gaps(job, done, SEEDS[:1]) for job in JOBS]
+    return {name: [each[name] for each in every if name in each] for name in NAMES}
+
+
+def _not_beaten(done: Lines) -> list[str]:
+    """Who may still have the lowest worst quarter; none before the racers are through all jobs."""
+    known = _known(done)
+    through = [worst_quarter(own) for own in known.values() if len(own) == len(JOBS)]
+    if len(through) < len(_racers(done)):
+        return []
+    order = sorted(NAMES, key=lambda name: floor(known[name]))
+    return [name for name in order if floor(known[name]) <= min(through)]
+
+
+def _base_of(cell: Cell) -> str:
+    """The arm of plain averaging at H = 30 that another arm is compared with."""
+    if cell.batch == 32:
+        return "8 samples a group"
+    return "AdamW, H = 30" if cell.inner == "adamw" else "H = 30"
 
 
 def _hours(done: Lines, arms: Container[Cell]) -> float:
@@ -288,52 +342,51 @@ def worst_quarter(values: Iterable[float]) -> float:
     return statistics.fmean(ordered[: math.ceil(len(ordered) / 4)])
 
 
-def _complete(done: Lines) -> dict[Job, dict[str, float]]:
-    """The jobs in which all candidates have been trained."""
+def floor(values: Iterable[float]) -> float:
+    """What the worst quarter of all jobs cannot fall below, given the gaps in some of them."""
+    ordered = sorted(values, reverse=True)[: math.ceil(len(JOBS) / 4)]
+    return statistics.fmean(ordered) if ordered else math.nan
+
+
+def _complete(done: Lines, names: Collection[str]) -> dict[Job, dict[str, float]]:
+    """The jobs in which these candidates have been trained with the first seed, and their gaps."""
     found = {job: gaps(job, done, SEEDS[:1]) for job in JOBS}
-    return {job: each for job, each in found.items() if len(each) == len(NAMES)}
+    return {job: each for job, each in found.items() if each.keys() >= set(names)}
 
 
 def _finalists(done: Lines) -> list[str]:
-    """Those of the lowest worst quarters, and what ships; none before all jobs are complete."""
-    complete = _complete(done)
-    if len(complete) < len(JOBS):
+    """Those of the lowest worst quarters, and what ships; none before the others are beaten."""
+    known, left = _known(done), _not_beaten(done)
+    if not left or any(len(known[name]) < len(JOBS) for name in left):
         return []
-    order = sorted(NAMES, key=lambda name: worst_quarter(each[name] for each in complete.values()))
-    return list(dict.fromkeys([*order[:FINALISTS], NAMES[0]]))
+    through = [name for name, own in known.items() if len(own) == len(JOBS)]
+    order = sorted(through, key=lambda name: worst_quarter(known[name]))
+    return list(dict.fromkeys([*order[:FINALISTS], SHIPS]))
 
 
-def report(done: Lines) -> str:
-    """The tables of what has been trained so far."""
-    complete, arms = _complete(done), [*_arms(4, ARM_SEEDS), *_arms(8, ARM_SEEDS)]
+def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
+    """The tables of what has been trained so far. Arguments as for ``wanted``."""
+    arms = [*_arms(4, ARM_SEEDS), *_arms(8, ARM_SEEDS)]
     every = {job: gaps(job, done) for job in JOBS}
+    begun = sum(1 for each in every.values() if each)
     rows = [
         "# What has been trained so far",
         "",
         "Written by `defaults.py` from `defaults.jsonl`. [The design](defaults.md) has the terms.",
         "",
-        f"{sum(1 for each in every.values() if each)} of {len(JOBS)} jobs have been begun and "
-        f"{len(complete)} are complete, in {_hours(done, arms):.1f} of {HOURS:g} processor hours.",
+        f"{begun} of {len(JOBS)} jobs have been begun, in {_hours(done, arms):.1f} of {HOURS:g} "
+        "processor hours.",
         "",
-        "## Candidates, over the complete jobs",
+        "## Candidates",
         "",
         "Percent above data parallel, of the first seed; a loss that is no number counts as inf.",
-        "",
-        "| candidate | worst quarter | of 1,000 steps and more | worst | median | mean |",
-        "|---|---|---|---|---|---|",
     ]
-    if complete:
-        table = {name: [each[name] for each in complete.values()] for name in NAMES}
-        long = [job for job in complete if job.steps >= 1000]
-        for name, own in sorted(table.items(), key=lambda item: worst_quarter(item[1])):
-            numbers = [
-                worst_quarter(own),
-                worst_quarter(complete[job][name] for job in long) if long else math.nan,
-                max(own),
-                statistics.median(own),
-                statistics.fmean(own),
-            ]
-            rows.append(f"| {name} | " + " | ".join(f"{each:+.2f}" for each in numbers) + " |")
+    for names in (NAMES, _racers(done)):
+        complete = _complete(done, names)
+        if complete:
+            who = "all candidates" if names is NAMES else "these candidates"
+            rows += ["", f"Over the {len(complete)} jobs in which {who} have been trained:", ""]
+            rows += _candidates_table(complete, names)
     rows += ["", "## Jobs", "", "Percent above data parallel, as a mean over the seeds there are."]
     rows += ["", "| job | inner lr | data parallel | " + " | ".join(NAMES) + " |"]
     rows += ["|---" * (len(NAMES) + 3) + "|"]
@@ -342,7 +395,25 @@ def report(done: Lines) -> str:
             edge = "" if base.lr == RATES[job.model, job.inner] else " (edge)"
             cells = " | ".join(f"{own[name]:+.2f}" if name in own else "-" for name in NAMES)
             rows.append(f"| {job.name} | {base.lr:g}{edge} | {_bits(done, base):.3f} | {cells} |")
-    return "\n".join([*rows, "", *_arms_table(done)]) + "\n"
+    return "\n".join([*rows, "", *_arms_table({**others, **done})]) + "\n"
+
+
+def _candidates_table(
+    complete: Mapping[Job, Mapping[str, float]], names: Iterable[str]
+) -> Iterator[str]:
+    yield "| candidate | worst quarter | of 1,000 steps and more | worst | median | mean |"
+    yield "|---|---|---|---|---|---|"
+    table = {name: [each[name] for each in complete.values()] for name in names}
+    long = [job for job in complete if job.steps >= 1000]
+    for name, own in sorted(table.items(), key=lambda item: worst_quarter(item[1])):
+        numbers = [
+            worst_quarter(own),
+            worst_quarter(complete[job][name] for job in long) if long else math.nan,
+            max(own),
+            statistics.median(own),
+            statistics.fmean(own),
+        ]
+        yield f"| {name} | " + " | ".join(f"{each:+.2f}" for each in numbers) + " |"
 
 
 def _arms_table(done: Lines) -> list[str]:
@@ -371,19 +442,18 @@ def _arms_table(done: Lines) -> list[str]:
                 continue
             inner = ", AdamW" if arms[name].inner == "adamw" else ""
             batch = ", batch 32" if arms[name].batch == 32 else ""
-            base = "8 samples a group" if batch else f"{inner[2:]}{inner and ', '}H = 30"
-            others = (bits[f"data parallel{inner}{batch}"], bits[base])
-            above = " | ".join(str(compare(own, other) or "-") for other in others)
+            bases = (bits[f"data parallel{inner}{batch}"], bits[_base_of(arms[name])])
+            above = " | ".join(str(compare(own, base) or "-") for base in bases)
             mean = statistics.fmean(own.values())
             rows.append(f"| {groups} | {name} | {len(own)} | {mean:.3f} | {above} |")
     return rows
 
 
 def main() -> None:
-    from study import DEFAULTS, read
+    from study import DEFAULTS, RESULTS, read
 
     here = Path(__file__).with_name("defaults-so-far.md")
-    here.write_text(report(read(DEFAULTS)))
+    here.write_text(report(read(DEFAULTS), read(RESULTS)))
     print(here.read_text())
 
 

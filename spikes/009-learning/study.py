@@ -152,7 +152,7 @@ def main() -> None:
     given = parser.parse_args()
     results, wanted = RESULTS, partial(learning, stage=given.stage)
     if given.study == "defaults":
-        results, wanted = DEFAULTS, defaults.wanted
+        results, wanted = DEFAULTS, partial(defaults.wanted, others=read(RESULTS))
     results = given.results or results
     if given.command == "run":
         until = time.time() + given.hours * 3600
