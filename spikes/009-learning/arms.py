@@ -133,6 +133,29 @@ THIRD_ARMS = (
     Arm("4 fragments, delay 2, H = 32", DELAYED, WHOLE, "2 groups, H = 32"),
 )
 
+BITS_ARMS = (
+    Arm("2 groups, 2 bits", replace(TWO_MUON, wire_format="2bit"), TWO_MUON, "2 groups, H = 30"),
+    Arm(
+        "2 groups, 2 bits, AdamW",
+        replace(TWO, wire_format="2bit"),
+        TWO,
+        "2 groups, H = 30, AdamW",
+    ),
+    Arm("2 groups, fp4, AdamW", replace(TWO, wire_format="fp4"), TWO, "2 groups, H = 30, AdamW"),
+    Arm(
+        "4 groups, 2 bits, warm-up",
+        replace(FOUR_SHORT, wire_format="2bit"),
+        FOUR_SHORT,
+        "4 groups, float32",
+    ),
+    Arm(
+        "4 groups, fp4, warm-up",
+        replace(FOUR_SHORT, wire_format="fp4"),
+        FOUR_SHORT,
+        "4 groups, float32",
+    ),
+)
+
 FOURTH_ARMS = (
     Arm("6 groups of 2 samples, warm-up, rda", SIX_SHORT, SIX_SHORT, "-"),
     Arm(
@@ -183,7 +206,16 @@ LAST_ARMS = (
     Arm("8 groups, H = 30", EIGHT_MUON),
 )
 
-ARMS = FIRST_ARMS + LONG_ARMS + SECOND_ARMS + MANY_ARMS + THIRD_ARMS + FOURTH_ARMS + LAST_ARMS
+ARMS = (
+    *FIRST_ARMS,
+    *LONG_ARMS,
+    *SECOND_ARMS,
+    *MANY_ARMS,
+    *THIRD_ARMS,
+    *BITS_ARMS,
+    *FOURTH_ARMS,
+    *LAST_ARMS,
+)
 
 SHOWN = (
     "data parallel",

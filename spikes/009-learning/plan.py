@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import product
 
 from arms import (
+    BITS_ARMS,
     CHANGING_BATCH,
     CHANGING_DONATED,
     CHANGING_OF_EIGHT,
@@ -256,6 +257,18 @@ def _eleven_seeds() -> Iterator[Cell]:
         yield arm.cell.with_seed(CLAIM_SEEDS[2])
 
 
+def _bits() -> Iterator[Cell]:
+    """Two bits beside fp4 and float32: Muon with two groups on five seeds, the others on three."""
+    muon = BITS_ARMS[0].cell
+    for seed in CLAIM_SEEDS[:3]:
+        for arm in BITS_ARMS:
+            yield arm.base.with_seed(seed)
+            yield arm.cell.with_seed(seed)
+    for seed in CLAIM_SEEDS[3:5]:
+        for cell in (muon, replace(muon, wire_format="fp4")):
+            yield cell.with_seed(seed)
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, one seed of each before the rest: whatever has been run can be compared."""
     rest = MANY_ARMS + LONG_ARMS + LAST_ARMS
@@ -294,6 +307,7 @@ STAGES = {
     "changing batch": _changing_batch,
     "donated": _donated,
     "eleven seeds": _eleven_seeds,
+    "bits": _bits,
     "claims": _claims,
 }
 

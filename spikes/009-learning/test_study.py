@@ -15,6 +15,8 @@ from study_modules import study_modules
 from torch import nn
 from torch.utils.data import Dataset
 
+from composer_replication import settings as settings_module
+from composer_replication.diloco.averaging import quantized_mean, wire_sizes
 from composer_replication.settings import DiLoCoSettings
 
 
@@ -134,11 +136,29 @@ def test_the_outer_momentum_rises_with_the_outer_steps_alone(load):
     assert theta.item() == pytest.approx(-0.7 * moved)
 
 
+def test_two_bits_are_the_means_of_four_bins_worked_out_by_hand(load):
+    two_bits = load("two_bits")
+    fmt, block = two_bits.TwoBits(), two_bits.BLOCK
+    # The mean square is 4, so the bins end at -3, 0 and 3: means -4, -1, 1.5 and 3.5.
+    values = torch.tensor([-4.0, -1.0, 1.0, 2.0, 3.5, 3.5]).repeat(86)[:block].contiguous()
+    values[block - 2 :] = 0.0
+    width = values.square().mean().sqrt() * 1.5
+    bins = (values / width).floor().clamp(-2, 1)
+    wanted = torch.stack([values[bins == each].mean() for each in bins]).bfloat16().float()
+    two_blocks = torch.cat([values, torch.zeros(block)])
+    encoded = torch.empty(2 * block // 4 + 2 * 8, dtype=torch.uint8)
+    decoded = torch.empty(2 * block)
+    fmt.encode(two_blocks, encoded)
+    fmt.decode(encoded, decoded)
+    assert torch.equal(decoded, torch.cat([wanted, torch.zeros(block)]))
+
+
 SMALL = [
     {"model": "gpt", "inner": "muon", "periods": (1, 1), "slow": 0.9},
     {"model": "gru", "inner": "adamw", "periods": (2, 3), "ramp": 10.0},
     {"model": "cnn", "inner": "muon", "rounds": ((3, 2),)},
     {"model": "gpt", "inner": "adamw", "periods": (1, 1), "groups": 2, "away": 1},
+    {"model": "gpt", "inner": "adamw", "wire_format": "2bit", "groups": 3, "batch": 6},
 ]
 
 
@@ -149,6 +169,10 @@ def test_a_small_training_of_each_kind(load, monkeypatch, settings):
     images = settings["model"] == "cnn"
     monkeypatch.setitem(jobs.DATA, "stdlib", lambda split: _Few(images))
     jobs.data_of.cache_clear()
+    # What two_bits.register changes is as before after the test.
+    monkeypatch.setattr(settings_module, "WIRE_FORMATS", settings_module.WIRE_FORMATS)
+    monkeypatch.setattr(wire_sizes, "SIZES", dict(wire_sizes.SIZES))
+    monkeypatch.setattr(quantized_mean, "make_wire_format", quantized_mean.make_wire_format)
     cell = cells.Cell(**{"groups": 2, "batch": 4, "sync_every": 1, "steps": 8, **settings})
     inner_state, averaged = load("inner_state"), []
 

@@ -10,6 +10,7 @@ from itertools import count, repeat
 from typing import Any
 
 import torch
+import two_bits
 from cells import EARLY_STEPS, Cell
 from composer.optim import DecoupledAdamW
 from inner_state import QuasiHyperbolicMuon, RisingMomentum, average_inner_state, fill_inner_state
@@ -39,6 +40,8 @@ def train(cell: Cell) -> dict[str, Any]:
         those of a processor.
     """
     began, used = time.monotonic(), time.process_time()
+    if cell.wire_format == two_bits.NAME:
+        two_bits.register()
     if cell.groups:
         model, losses = _simulated(cell)
     else:
