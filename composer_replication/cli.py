@@ -144,15 +144,15 @@ class LaunchCommand(JobOptions):
     straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
     hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S
 
-    def __post_init__(self) -> None:  # typer calls a command with its options
-        status = launch_groups(
+    def run(self) -> int:
+        """Train until all groups have ended, and return the exit status."""
+        return launch_groups(
             job_of(self),
             replicas=self.replicas,
             max_restarts=self.max_restarts,
             straggler_timeout_s=self.straggler_timeout_s,
             hang_timeout_s=self.hang_timeout_s,
         )
-        raise typer.Exit(status)
 
 
 command(app, "run", cls=TakesCommand)(run_group)

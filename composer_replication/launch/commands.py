@@ -29,9 +29,9 @@ OptionalCount = Annotated[int | None, typer.Option(min=1)]
 
 
 def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Callable[[Any], Any]:
-    """Make a function, or a dataclass that acts when it is made, a command.
+    """Make a function, or a dataclass of the options with a method ``run``, a command.
 
-    The integer that it returns is the exit status.
+    The integer that either returns is the exit status.
 
     Args:
         app: The application that gets the command.
@@ -48,7 +48,8 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
         ]
 
         def act(**given: Any) -> None:
-            status = target(**given)
+            done = target(**given)
+            status = done.run() if isinstance(target, type) else done
             if isinstance(status, int):
                 raise typer.Exit(status)
 

@@ -77,7 +77,8 @@ class CoordinatorCommand:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
-    def __post_init__(self) -> None:  # typer calls a command with its options
+    def run(self) -> None:
+        """Serve until the process is asked to end."""
         config, source = load_settings(self.file, self.set or [])
         tokens = choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir)
         settings, group = read_diloco(diloco_section(config))

@@ -56,10 +56,11 @@ class ChaosCommand(JobOptions):
     straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
     recovery_s: float = RECOVERY_S
 
-    def __post_init__(self) -> None:  # typer calls a command with its options
+    def run(self) -> int:
+        """Train until all groups have ended, and return the exit status."""
         if self.config is None and not self.command:
             self.config = Path("configs/quickstart.yaml")
-        status = run_chaos(
+        return run_chaos(
             job_of(self),
             replicas=self.replicas,
             faults_per_minute=self.faults_per_minute,
@@ -70,7 +71,6 @@ class ChaosCommand(JobOptions):
             straggler_timeout_s=self.straggler_timeout_s,
             recovery_s=self.recovery_s,
         )
-        raise typer.Exit(status)
 
 
 if __name__ == "__main__":
