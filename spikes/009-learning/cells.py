@@ -55,6 +55,8 @@ class Cell:
         periods: At which syncs the inner momenta are averaged, and at which AdamW's squared
             gradients: 1 for each one, 3 for each third. Empty: never.
         slow: If not 0, Muon's step is a mix of its momentum, in this share, and of the gradient.
+        curve: After each so many steps the held-out loss is evaluated, and not only at the end.
+            They are steps of a sync, so that the model holds the global weights. 0: never.
     """
 
     groups: int = 0
@@ -86,6 +88,7 @@ class Cell:
     rounds: tuple[tuple[int, int], ...] = ()
     periods: tuple[int, ...] = ()
     slow: float = 0.0
+    curve: int = 0
 
     def __post_init__(self) -> None:
         for name in ("step_times", "batches", "periods"):  # JSON has lists

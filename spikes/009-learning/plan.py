@@ -28,6 +28,7 @@ from arms import (
     FOUR_OF_EIGHT,
     FOUR_SHORT,
     FOURTH_ARMS,
+    HELD_OUT,
     LAST_ARMS,
     LONG_ARMS,
     MANY_ARMS,
@@ -269,6 +270,12 @@ def _bits() -> Iterator[Cell]:
             yield cell.with_seed(seed)
 
 
+def _held_out() -> Iterator[Cell]:
+    """Held-out loss along the run, for a picture."""
+    for cell in HELD_OUT.values():
+        yield cell.with_seed(CLAIM_SEEDS[0])
+
+
 def _claims() -> Iterator[Cell]:
     """All arms, one seed of each before the rest: whatever has been run can be compared."""
     rest = MANY_ARMS + LONG_ARMS + LAST_ARMS
@@ -308,6 +315,7 @@ STAGES = {
     "donated": _donated,
     "eleven seeds": _eleven_seeds,
     "bits": _bits,
+    "held out": _held_out,
     "claims": _claims,
 }
 

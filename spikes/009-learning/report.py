@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from arms import ARMS, CURVES, DATA_PARALLEL_MUON, LINES, SENT, SHOWN, Arm
+from arms import ARMS, CURVES, DATA_PARALLEL_MUON, HELD_OUT, LINES, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
 from study import DEFAULTS, read
@@ -43,6 +43,10 @@ class Results:
         lines = [self._lines.get(cell.with_seed(seed).key) for seed in seeds]
         curves = [line["loss"] for line in lines if line is not None]
         return [statistics.fmean(values) / 0.693147 for values in zip(*curves, strict=True)]
+
+    def held_out(self, cell: Cell) -> list[float]:
+        """The held-out loss along the run, in bits per byte; empty if it has not been trained."""
+        return self._lines.get(cell.with_seed(CLAIM_SEEDS[0]).key, {}).get("held_out", [])
 
     def above(self, arm: Arm) -> Difference | None:
         """How far an arm lies above what it is compared with."""
@@ -130,22 +134,18 @@ def with_table(document: Path, results: Results) -> str:
 
 
 def draw(results: Results, folder: Path) -> None:
-    """Draw loss against tokens, and loss above data parallel against the number of groups."""
+    """Draw held-out loss against tokens, and above data parallel against the number of groups."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (curves, groups) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for arm in ARMS:
-        curve = results.curve(arm.cell)
-        if not arm.is_drawn or not curve:
-            continue
-        tokens = arm.cell.steps * arm.cell.batch * 128 / 1e6
-        xs = [(index + 1) / len(curve) * tokens for index in range(len(curve))]
-        curves.plot(xs, curve, label=arm.name, linewidth=1.2)
-    curves.set(xlabel="million bytes trained on", ylabel="training loss, bits per byte")
-    curves.set_ylim(top=4)
+    for name, cell in HELD_OUT.items():
+        curve = results.held_out(cell)
+        xs = [(index + 1) * cell.curve * cell.batch * 128 / 1e6 for index in range(len(curve))]
+        curves.plot(xs, curve, "o-", label=name, linewidth=1.2, markersize=3)
+    curves.set(xlabel="million bytes trained on", ylabel="held-out loss, bits per byte")
     curves.legend(fontsize=8)
     for place, (name, shown) in enumerate(_by_groups(results).items()):
         groups.errorbar(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,22 @@ def test_a_small_training_of_each_kind(load, monkeypatch, settings):
             (first, *others) = [state for own, _, state in averaged if own == step]
             assert others and all(other == first for other in others)
     assert (0.0 in {share for _, share, _ in averaged}) == bool(cell.away)
+
+
+@pytest.mark.slow
+def test_the_loss_along_a_run_is_of_global_weights_and_changes_nothing(load, monkeypatch):
+    cells, jobs, train = load("cells"), load("jobs"), load("train")
+    monkeypatch.setitem(jobs.DATA, "stdlib", lambda split: _Few(False))
+    jobs.data_of.cache_clear()
+    shown, evaluate = [], train._evaluate
+    monkeypatch.setattr(train, "_evaluate", lambda *of: shown.append(of[1]) or evaluate(*of))
+    plain = cells.Cell(groups=2, batch=4, sync_every=2, steps=8)
+    results = [train.train(cell) for cell in (plain, replace(plain, curve=4))]
+    assert results[0]["bits"] == results[1]["bits"] == results[1]["held_out"][-1]
+    assert "held_out" not in results[0] and len(results[1]["held_out"]) == 2
+    assert len(shown) == 4 and shown[1] is shown[2] is shown[3]  # the first group's model
+    base = train.train(cells.Cell(batch=4, steps=8, curve=4))
+    assert base["bits"] == base["held_out"][1] != base["held_out"][0]
 
 
 class _Few(Dataset):

@@ -36,32 +36,34 @@ def train(cell: Cell) -> dict[str, Any]:
     Returns:
         ``text``, the name of what it was trained and evaluated on; ``bits``, held-out bits per byte
         (of a picture: per label) of the global weights at the end; ``accuracy`` there; ``loss``,
-        the training loss of group 0 in nats, as a mean over each 60th of the run; ``seconds``, and
-        those of a processor.
+        the training loss of group 0 in nats, as a mean over each 60th of the run; ``held_out``, as
+        ``bits`` along the run, if it is asked for; ``seconds``, and those of a processor.
     """
     began, used = time.monotonic(), time.process_time()
     if cell.wire_format == two_bits.NAME:
         two_bits.register()
+    curve: list[float] = []
     if cell.groups:
-        model, losses = _simulated(cell)
+        model, losses = _simulated(cell, curve)
     else:
         model = _model(cell)
-        losses = _steps(cell, model, _inner(cell, model), rank=0)
+        losses = _steps(cell, model, _inner(cell, model), rank=0, curve=curve)
     bits, accuracy = (math.inf, 0.0) if model is None else _evaluate(cell, model)
     return {
         "text": data_of(cell.data, "train").name,
         "bits": round(bits, 5),
         "accuracy": round(accuracy, 5),
         "loss": [round(value, 4) for value in losses],
+        **({"held_out": [round(value, 5) for value in curve]} if cell.curve else {}),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }
 
 
-def _simulated(cell: Cell) -> tuple[nn.Module | None, list[float]]:
+def _simulated(cell: Cell, curve: list[float]) -> tuple[nn.Module | None, list[float]]:
     try:
         results = simulate(
-            lambda sim: _group(cell, sim),
+            lambda sim: _group(cell, sim, curve),
             num_replicas=cell.groups + cell.away,
             faults=_comings_and_goings(cell),
             timeout_s=None,
@@ -75,7 +77,7 @@ def _simulated(cell: Cell) -> tuple[nn.Module | None, list[float]]:
     return results[0][:2]
 
 
-def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
+def _group(cell: Cell, sim: Any, curve: list[float]) -> tuple[nn.Module, list[float], str]:
     model = _model(cell)
     inner = _inner(cell, model)
     if cell.periods:
@@ -109,7 +111,8 @@ def _group(cell: Cell, sim: Any) -> tuple[nn.Module, list[float], str]:
     with diloco:
         if diloco.has_joined_others:
             average(share=0.0)  # a joiner has none of its own, and takes the others'
-        losses = _steps(cell, model, inner, rank=sim.replica_id, after_step=average)
+        rank, own = sim.replica_id, [] if sim.replica_id else curve
+        losses = _steps(cell, model, inner, rank=rank, after_step=average, curve=own)
         diloco.final_sync()
         return model, losses, diloco.global_digest()
 
@@ -175,6 +178,7 @@ def _steps(
     *,
     rank: int,
     after_step: Callable[[], None] = lambda: None,
+    curve: list[float],
 ) -> list[float]:
     step_time = cell.step_times[rank] if cell.step_times else 1.0
     steps = round(cell.steps / step_time)
@@ -206,6 +210,9 @@ def _steps(
         if step % every == 0:
             losses.append(total / every)
             total = 0.0
+        if cell.curve and step % cell.curve == 0 and not rank:
+            curve.append(_evaluate(cell, model)[0])
+            model.train()
     return losses
 
 
