@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -254,16 +254,12 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     yield from _jobs(by_cost[:9], done)
     yield from _arms(4, ARM_SEEDS[:1])
     yield from _jobs(by_cost[9:-2], done, _racers(done))
+    yield from _more_seeds(by_cost[:9], done, _racers(done))
     for seed, groups in product(ARM_SEEDS, (4, 8)):
         yield from _arms(groups, (seed,), GO_ON)
     yield from _jobs(by_cost[-2:], done, _racers(done))
     yield from _jobs(by_cost, done, _not_beaten(done))
-    for seed, job in product(SEEDS[1:], by_cost if (finalists := _finalists(done)) else ()):
-        base = reference(job, done)
-        assert base is not None, "there are no finalists before all references"
-        named = candidates(job, base)
-        for cell in (base, *(named[name] for name in finalists)):
-            yield cell.with_seed(seed)
+    yield from _more_seeds(by_cost, done, _finalists(done))
 
 
 def _jobs(jobs: Iterable[Job], done: Lines, names: Iterable[str] = NAMES) -> Iterator[Cell]:
@@ -274,6 +270,15 @@ def _jobs(jobs: Iterable[Job], done: Lines, names: Iterable[str] = NAMES) -> Ite
         else:
             named = candidates(job, base)
             yield from (named[name] for name in names)
+
+
+def _more_seeds(jobs: Sequence[Job], done: Lines, names: Sequence[str]) -> Iterator[Cell]:
+    """Trainings and references with the other seeds, of jobs whose learning rate is known."""
+    for seed, job in product(SEEDS[1:], jobs if names else ()):
+        if base := reference(job, done):
+            named = candidates(job, base)
+            for cell in (base, *(named[name] for name in names)):
+                yield cell.with_seed(seed)
 
 
 def _racers(done: Lines) -> list[str]:
