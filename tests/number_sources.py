@@ -103,14 +103,14 @@ def chosen(*values: float | str) -> tuple[float | str, ...]:
 def _trainings() -> list[tuple[dict[str, Any], float]]:
     """All settings of each training of the study, also those that its line lacks, and its bits."""
     with study_modules() as load:
-        return [(json.loads(key), line["bits"]) for key, line in load("study").read().items()]
+        return [(json.loads(key), line["bits"]) for key, line in load("study").read_all().items()]
 
 
 @cache
 def _arms() -> dict[str, Any]:
     with study_modules() as load:
         report = load("report")
-        results = report.Results(report.read())
+        results = report.Results(report.read_all())
         return {arm.name: results.above(arm) for arm in report.ARMS}
 
 

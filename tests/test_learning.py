@@ -20,7 +20,7 @@ def load():
 
 def test_the_pages_have_the_tables_of_the_results_file(load, tmp_path, monkeypatch):
     report = load("report")
-    results = report.Results(report.read())
+    results = report.Results(report.read_all())
     for document in (report.DOCUMENT, report.CLAIMS, report.TRIED):
         page = document.read_text()
         assert report.with_table(document, results) == page, "run spikes/009-learning/report.py"

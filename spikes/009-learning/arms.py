@@ -131,6 +131,8 @@ SECOND_ARMS = (
 MANY_ARMS = (
     Arm("4 groups, H = 30, warm-up, inner lr 0.012", FOUR_SHORT),
     Arm("8 groups, H = 30, warm-up, inner lr 0.012", EIGHT_SHORT),
+    Arm("4 groups, H = 10, warm-up, inner lr 0.012", replace(FOUR_SHORT, sync_every=10)),
+    Arm("8 groups, H = 10, warm-up, inner lr 0.012", replace(EIGHT_SHORT, sync_every=10)),
     Arm("data parallel, batch 32", DATA_PARALLEL_32, DATA_PARALLEL_32, "-"),
     Arm("4 groups of 8 samples, warm-up", FOUR_OF_EIGHT, DATA_PARALLEL_32, "same batch"),
     Arm("data parallel, batch 64", DATA_PARALLEL_64, DATA_PARALLEL_64, "-"),
@@ -139,33 +141,19 @@ MANY_ARMS = (
 
 THIRD_ARMS = (
     Arm("2 groups, int8", replace(TWO_MUON, wire_format="int8"), TWO_MUON, "2 groups, H = 30"),
-    Arm("2 groups, fp4", replace(TWO_MUON, wire_format="fp4"), TWO_MUON, "2 groups, H = 30"),
     Arm("2 groups, H = 32", WHOLE, WHOLE, "-"),
     Arm("4 fragments, H = 32", FRAGMENTS, WHOLE, "2 groups, H = 32"),
     Arm("4 fragments, delay 2, H = 32", DELAYED, WHOLE, "2 groups, H = 32"),
 )
 
-BITS_ARMS = (
-    Arm("2 groups, 2 bits", replace(TWO_MUON, wire_format="2bit"), TWO_MUON, "2 groups, H = 30"),
-    Arm(
-        "2 groups, 2 bits, AdamW",
-        replace(TWO, wire_format="2bit"),
-        TWO,
-        "2 groups, H = 30, AdamW",
-    ),
-    Arm("2 groups, fp4, AdamW", replace(TWO, wire_format="fp4"), TWO, "2 groups, H = 30, AdamW"),
-    Arm(
-        "4 groups, 2 bits, warm-up",
-        replace(FOUR_SHORT, wire_format="2bit"),
-        FOUR_SHORT,
-        "4 groups, float32",
-    ),
-    Arm(
-        "4 groups, fp4, warm-up",
-        replace(FOUR_SHORT, wire_format="fp4"),
-        FOUR_SHORT,
-        "4 groups, float32",
-    ),
+BITS_ARMS = tuple(
+    Arm(name.format(bits), replace(base, wire_format=wire_format), base, against)
+    for name, base, against in (
+        ("2 groups, {}", TWO_MUON, "2 groups, H = 30"),
+        ("2 groups, {}, AdamW", TWO, "2 groups, H = 30, AdamW"),
+        ("4 groups, {}, warm-up", FOUR_SHORT, "4 groups, float32"),
+    )
+    for bits, wire_format in (("fp4", "fp4"), ("2 bits", "2bit"))
 )
 
 FOURTH_ARMS = (

@@ -29,8 +29,8 @@ ARM_SEEDS = range(1, 6)
 SHIPS = "0.7 / 0.5"
 """The candidate that ships while the study goes on."""
 
-RACERS = 2
-"""How many are trained in the dear jobs before all others, beside SHIPS."""
+LEADERS = 2
+"""How many candidates are trained in the expensive jobs before all others, beside SHIPS."""
 
 FINALISTS = 4
 HOURS = 80.0
@@ -244,7 +244,7 @@ def wanted(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
     """
     arms = {cell for groups in (4, 8) for cell in _arms(groups, ARM_SEEDS)}
     is_over = _hours(done, arms) >= HOURS
-    known = {**others, **done}
+    known = {**done, **others}
     for cell in _in_order(known):
         if cell.key not in known and not (is_over and cell not in arms):
             yield cell
@@ -254,11 +254,11 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     by_cost = sorted(JOBS, key=lambda job: job.cost)
     yield from _jobs(by_cost[:9], done)
     yield from _arms(4, ARM_SEEDS[:1])
-    yield from _jobs(by_cost[9:-2], done, _racers(done))
-    yield from _more_seeds(by_cost[:9], done, _racers(done))
+    yield from _jobs(by_cost[9:-2], done, _leaders(done))
+    yield from _more_seeds(by_cost[:9], done, _leaders(done))
     for seed, groups in product(ARM_SEEDS, (4, 8)):
         yield from _arms(groups, (seed,), GO_ON)
-    yield from _jobs(by_cost[-2:], done, _racers(done))
+    yield from _jobs(by_cost[-2:], done, _leaders(done))
     yield from _jobs(by_cost, done, _not_beaten(done))
     yield from _more_seeds(by_cost, done, _finalists(done))
 
@@ -282,11 +282,11 @@ def _more_seeds(jobs: Sequence[Job], done: Lines, names: Sequence[str]) -> Itera
                 yield cell.with_seed(seed)
 
 
-def _racers(done: Lines) -> list[str]:
-    """Who is trained first in the dear jobs: the best so far, and what ships."""
+def _leaders(done: Lines) -> list[str]:
+    """The candidates that are trained first in the expensive jobs: the best so far, and SHIPS."""
     complete = _complete(done, NAMES)
     order = sorted(NAMES, key=lambda name: floor(each[name] for each in complete.values()))
-    return list(dict.fromkeys([*order[:RACERS], SHIPS]))
+    return list(dict.fromkeys([*order[:LEADERS], SHIPS]))
 
 
 def _known(done: Lines) -> dict[str, list[float]]:
@@ -296,10 +296,10 @@ def _known(done: Lines) -> dict[str, list[float]]:
 
 
 def _not_beaten(done: Lines) -> list[str]:
-    """Who may still have the lowest worst quarter; none before the racers are through all jobs."""
+    """Who may still have the lowest worst quarter; none before the leaders are through all jobs."""
     known = _known(done)
     through = [worst_quarter(own) for own in known.values() if len(own) == len(JOBS)]
-    if len(through) < len(_racers(done)):
+    if len(through) < len(_leaders(done)):
         return []
     order = sorted(NAMES, key=lambda name: floor(known[name]))
     return [name for name in order if floor(known[name]) <= min(through)]
@@ -387,7 +387,7 @@ def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
         "",
         "Percent above data parallel, of the first seed; a loss that is no number counts as inf.",
     ]
-    for names in (NAMES, _racers(done)):
+    for names in (NAMES, _leaders(done)):
         complete = _complete(done, names)
         if complete:
             who = "all candidates" if names is NAMES else "these candidates"
@@ -401,7 +401,7 @@ def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
             edge = "" if base.lr == RATES[job.model, job.inner] else " (edge)"
             cells = " | ".join(f"{own[name]:+.2f}" if name in own else "-" for name in NAMES)
             rows.append(f"| {job.name} | {base.lr:g}{edge} | {_bits(done, base):.3f} | {cells} |")
-    return "\n".join([*rows, "", *_arms_table({**others, **done})]) + "\n"
+    return "\n".join([*rows, "", *_arms_table({**done, **others})]) + "\n"
 
 
 def _candidates_table(

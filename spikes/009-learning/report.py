@@ -2,8 +2,8 @@
 
     python spikes/009-learning/report.py
 
-All of it is from ``results.jsonl``. What stands between the markers in a document is replaced; the
-rest is prose, and stays.
+All of it is from ``results.jsonl`` and ``defaults.jsonl``. What stands between the markers in a
+document is replaced; the rest is prose, and stays.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from arms import ARMS, CURVES, DATA_PARALLEL_MUON, HELD_OUT, LINES, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
-from study import DEFAULTS, read
+from study import read_all
 
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 
@@ -88,7 +88,7 @@ def tuning(results: Results) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     tried: dict[Cell, dict[int, float]] = {}
-    for line in read().values():
+    for line in read_all().values():
         cell = Cell(**line["cell"])
         if cell.seed in TUNING_SEEDS:
             tried.setdefault(replace(cell, seed=0), {})[cell.seed] = line["bits"]
@@ -191,14 +191,13 @@ def bytes_sent(cell: Cell, groups: int) -> float:
     return 2 * (groups - 1) / groups * PARAMS * each
 
 
-def draw_bytes(folder: Path) -> None:
+def draw_bytes(results: Results, folder: Path) -> None:
     """Draw held-out loss against bytes sent: the picture of README."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = Results({**read(DEFAULTS), **read()})
     figure, axes = pyplot.subplots(figsize=(8, 4.2), layout="constrained")
     base, colors = DATA_PARALLEL_MUON, {2: "C0", 4: "C1", 8: "C3"}
     sent = [bytes_sent(base, groups) for groups in colors]
@@ -229,14 +228,13 @@ def draw_bytes(folder: Path) -> None:
     figure.savefig(folder / "loss-against-bytes.png", dpi=110)
 
 
-def draw_curves(folder: Path) -> None:
+def draw_curves(results: Results, folder: Path) -> None:
     """Draw the training loss of a healthy and of a sick outer loop: docs/outer-loop.md."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = Results(read())
     figure, axes = pyplot.subplots(figsize=(8, 3.6), layout="constrained")
     for name, cell in CURVES.items():
         curve = results.curve(cell, TUNING_SEEDS[:1])
@@ -248,13 +246,13 @@ def draw_curves(folder: Path) -> None:
 
 
 def main() -> None:
-    results = Results(read())
+    results = Results(read_all())
     for document in (DOCUMENT, CLAIMS, TRIED):
         document.write_text(with_table(document, results))
     if any(results.bits(arm.cell) for arm in ARMS):
         draw(results, DOCUMENT.parent)
-        draw_bytes(DOCUMENT.parent)
-        draw_curves(DOCUMENT.parent)
+        draw_bytes(results, DOCUMENT.parent)
+        draw_curves(results, DOCUMENT.parent)
     print(claims(results))
 
 

@@ -44,6 +44,11 @@ def read(path: Path = RESULTS) -> Lines:
     return {Cell(**result["cell"]).key: result for result in map(json.loads, lines)}
 
 
+def read_all() -> Lines:
+    """The results of both studies. They have some trainings in common."""
+    return {**read(DEFAULTS), **read(RESULTS)}
+
+
 class Work(NamedTuple):
     """What a worker does: trains what is wanted until it is stopped, at the latest ``until``."""
 
@@ -132,9 +137,9 @@ def run(task: Work, workers: int) -> None:
         process.join()
 
 
-def learning(done: Lines, stage: str | None = None) -> Iterable[Cell]:
-    """The trainings that the study of learning still lacks."""
-    return (cell for cell in cells(stage) if cell.key not in done)
+def learning(done: Lines, others: Lines, stage: str | None = None) -> Iterable[Cell]:
+    """The trainings that the study of learning still lacks, and that of the defaults too."""
+    return (cell for cell in cells(stage) if cell.key not in done and cell.key not in others)
 
 
 def main() -> None:
@@ -150,7 +155,7 @@ def main() -> None:
         each.add_argument("--stage", help="of learning, only this one: see plan.py")
         each.add_argument("--results", type=Path, help="its file, if not the one that is here")
     given = parser.parse_args()
-    results, wanted = RESULTS, partial(learning, stage=given.stage)
+    results, wanted = RESULTS, partial(learning, others=read(DEFAULTS), stage=given.stage)
     if given.study == "defaults":
         results, wanted = DEFAULTS, partial(defaults.wanted, others=read(RESULTS))
     results = given.results or results

@@ -88,9 +88,9 @@ def test_candidates_have_the_rate_of_the_best_reference_and_the_best_get_more_se
                 lambda cell: 2 + cell.outer_momentum - cell.outer_lr / 10 if cell.groups else 2,
                 cell,
             )
-    # In the dear jobs nobody is trained who cannot win any more.
-    dear = max(defaults.JOBS, key=lambda job: job.cost)
-    assert defaults.gaps(dear, done).keys() == {"plain mean", "0.7 / 0.5"}
+    # In the most expensive job no candidate is trained that cannot win any more.
+    last = max(defaults.JOBS, key=lambda job: job.cost)
+    assert defaults.gaps(last, done).keys() == {"plain mean", "0.7 / 0.5"}
     assert defaults._not_beaten(done) == ["plain mean"]
     finalists = defaults._finalists(done)
     assert finalists == ["plain mean", defaults.SHIPS]
@@ -140,18 +140,19 @@ def test_the_outer_momentum_rises_with_the_outer_steps_alone(load):
 def test_two_bits_are_the_means_of_four_bins_worked_out_by_hand(load):
     two_bits = load("two_bits")
     fmt, block = two_bits.TwoBits(), two_bits.BLOCK
-    # The mean square is 4, so the bins end at -3, 0 and 3: means -4, -1, 1.5 and 3.5.
-    values = torch.tensor([-4.0, -1.0, 1.0, 2.0, 3.5, 3.5]).repeat(86)[:block].contiguous()
-    values[block - 2 :] = 0.0
-    width = values.square().mean().sqrt() * 1.5
-    bins = (values / width).floor().clamp(-2, 1)
-    wanted = torch.stack([values[bins == each].mean() for each in bins]).bfloat16().float()
-    two_blocks = torch.cat([values, torch.zeros(block)])
-    encoded = torch.empty(2 * block // 4 + 2 * 8, dtype=torch.uint8)
-    decoded = torch.empty(2 * block)
-    fmt.encode(two_blocks, encoded)
+    # The squares add up to 2,048, and the mean of 512 is 4: a bin is 1.5 * 2 wide, and the bins end
+    # at -3, 0 and 3. Their means are -232 / 50, -1, 278 / 302 and 3.25; bfloat16 has 8 bits.
+    counts = {-8.0: 8, -4.0: 42, -1.0: 128, 0.0: 72, 1.0: 198, 2.5: 32, 3.25: 32}
+    level = {-8.0: -4.625, -4.0: -4.625, -1.0: -1.0, 3.25: 3.25} | dict.fromkeys(
+        (0.0, 1.0, 2.5), 236 / 256
+    )
+    values = [value for value, count in counts.items() for _ in range(count)]
+    encoded = torch.empty(3 * (block // 4 + 2 * 4), dtype=torch.uint8)
+    decoded, zeros = torch.empty(3 * block), [0.0] * block
+    fmt.encode(torch.tensor(values + zeros + values), encoded)
     fmt.decode(encoded, decoded)
-    assert torch.equal(decoded, torch.cat([wanted, torch.zeros(block)]))
+    wanted = [level[value] for value in values]
+    assert decoded.tolist() == wanted + zeros + wanted
 
 
 SMALL = [
