@@ -29,6 +29,9 @@ ARM_SEEDS = range(1, 6)
 SHIPS = "0.7 / 0.5"
 """The candidate that ships while the study goes on."""
 
+CHOSEN = "0.7 / 0.5, short first"
+"""The candidate that wins: see "The choice" in defaults.md."""
+
 LEADERS = 2
 """How many candidates are trained in the expensive jobs before all others, beside SHIPS."""
 
@@ -65,7 +68,8 @@ class Job(NamedTuple):
     @property
     def cost(self) -> float:
         """About, in steps of 16 samples of the smallest GPT."""
-        size = {"gpt": 1.0, "deep": 2.2, "gru": 0.6, "cnn": 0.04}[self.model]
+        sizes = {"gpt": 1.0, "deep": 2.2, "gru": 0.6, "cnn": 0.04, "convolutions": 0.5}
+        size = sizes[self.model]
         return self.steps * self.groups / 2 * size
 
 
@@ -94,6 +98,17 @@ JOBS = (
 Of its other two columns, whose third level is dealt to the first two, come the rate and the text.
 """
 
+AS_SHIPPED = tuple(
+    job for job in JOBS if job.groups <= 4 and job.sync_every <= 30 and job.steps >= 1000
+)
+"""The jobs that what ships is measured in, with all seeds."""
+
+OUTSIDE = (
+    Job("convolutions", "adamw", "docstrings", 2, 30, 1000, "cosine"),
+    Job("convolutions", "adamw", "docstrings", 4, 30, 1000, "constant"),
+)
+"""A model and a text that the choice knows nothing of, trained after it."""
+
 RATES = {
     ("gpt", "muon"): 1.2e-2,
     ("gpt", "adamw"): 5.6e-3,
@@ -101,6 +116,7 @@ RATES = {
     ("gru", "adamw"): 8e-3,
     ("cnn", "adamw"): 4e-3,
     ("cnn", "muon"): 8e-3,
+    ("convolutions", "adamw"): 4e-3,
 }
 
 
@@ -258,6 +274,9 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     yield from _more_seeds(by_cost[:9], done, _leaders(done))
     for seed, groups in product(ARM_SEEDS, (4, 8)):
         yield from _arms(groups, (seed,), GO_ON)
+    yield from _jobs(OUTSIDE, done, [CHOSEN, SHIPS])
+    for name in (CHOSEN, SHIPS):
+        yield from _more_seeds([*AS_SHIPPED, *OUTSIDE], done, [name], ARM_SEEDS[1:])
     yield from _jobs(by_cost[-2:], done, _leaders(done))
     yield from _jobs(by_cost, done, _not_beaten(done))
     yield from _more_seeds(by_cost, done, _finalists(done))
@@ -273,9 +292,11 @@ def _jobs(jobs: Iterable[Job], done: Lines, names: Iterable[str] = NAMES) -> Ite
             yield from (named[name] for name in names)
 
 
-def _more_seeds(jobs: Sequence[Job], done: Lines, names: Sequence[str]) -> Iterator[Cell]:
+def _more_seeds(
+    jobs: Sequence[Job], done: Lines, names: Sequence[str], seeds: Iterable[int] = SEEDS[1:]
+) -> Iterator[Cell]:
     """Trainings and references with the other seeds, of jobs whose learning rate is known."""
-    for seed, job in product(SEEDS[1:], jobs if names else ()):
+    for seed, job in product(seeds, jobs if names else ()):
         if base := reference(job, done):
             named = candidates(job, base)
             for cell in (base, *(named[name] for name in names)):

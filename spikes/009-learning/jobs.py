@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import tempfile
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import Dataset
 
 from composer_replication.training.byte_gpt import ByteGPT
@@ -58,12 +61,29 @@ def _headers() -> Path:
     return Path(torch.__file__).parent / "include" / "torch"
 
 
+def _docstrings(split: Any) -> TextBytes:
+    """The docstrings of torch, those of each file in one. ``TextBytes`` reads the folder at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(torch.__file__).parent
+        for source in root.rglob("*.py"):
+            nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
+            found = [ast.get_docstring(each) for each in nodes if isinstance(each, _DOCUMENTED)]
+            if text := "\n\n".join(filter(None, found)):
+                file = Path(folder, source.relative_to(root))
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+        return TextBytes(folder, max_seq_len=LENGTH, split=split)
+
+
+_DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+
 DATA: dict[str, Callable[[Any], Any]] = {
     "stdlib": lambda split: TextBytes(max_seq_len=LENGTH, split=split),
     "headers": lambda split: TextBytes(_headers(), max_seq_len=LENGTH, split=split),
+    "docstrings": _docstrings,
     "digits": Pictures,
 }
-"""The source of Python's standard library; torch's C++ headers; pictures."""
+"""The source of Python's standard library; torch's C++ C++ headers; its docstrings; pictures."""
 
 
 class GRU(nn.Module):
@@ -79,6 +99,26 @@ class GRU(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self.lm_head(self.gru(self.wte(batch["input_ids"]))[0])
+
+
+class Convolutions(nn.Module):
+    """Residual convolutions over bytes, each of which sees twice as far back as the last."""
+
+    loss = ByteGPT.loss
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(256, 128)
+        self.layers = nn.ModuleList(nn.Conv1d(128, 128, 3, dilation=2**i) for i in range(6))
+        self.norms = nn.ModuleList(nn.LayerNorm(128) for _ in range(7))
+        self.lm_head = nn.Linear(128, 256)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.wte(batch["input_ids"])
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            past = functional.pad(norm(x).mT, (2 * layer.dilation[0], 0))
+            x = x + functional.gelu(layer(past)).mT
+        return self.lm_head(self.norms[-1](x))
 
 
 class CNN(nn.Module):
@@ -106,5 +146,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": partial(_gpt, n_layers=4),
     "gru": GRU,
     "cnn": CNN,
+    "convolutions": Convolutions,
 }
-"""443,648 parameters, 837,888, 189,632 and 24,058."""
+"""443,648 parameters, 837,888, 189,632, 24,058 and 363,264."""
