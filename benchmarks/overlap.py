@@ -83,6 +83,7 @@ def measure(
             training.model,
             training.optimizer,
             sync_every=arguments.sync_every,
+            schedule=[],
             fragment_sync_delay=delay if name == "overlapped" else 0,
             fragment_update_alpha=0.5 if name == "overlapped" else 0.0,
             num_replicas=arguments.groups,

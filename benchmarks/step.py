@@ -44,7 +44,8 @@ def in_composer(manager: Any, steps: int, device: str) -> list[float]:
     ends: list[float] = []
     callbacks: list[Callback] = [Times()]
     if manager is not None:
-        callbacks.insert(0, DiLoCoCallback(manager=manager, replica_id=0, sync_every=10 * steps))
+        own = {"replica_id": 0, "sync_every": 10 * steps, "schedule": []}
+        callbacks.insert(0, DiLoCoCallback(manager=manager, **own))
     model = ByteGPT(d_model=128, n_heads=4, n_layers=4, max_seq_len=LENGTH)
     trainer = Trainer(
         model=model,
@@ -80,8 +81,8 @@ def in_hugging_face(manager: Any, steps: int, device: str) -> list[float]:
     ends: list[float] = []
     callbacks: list[TrainerCallback] = [Times()]
     if manager is not None:
-        diloco = DiLoCoTrainerCallback(manager=manager, replica_id="0", sync_every=10 * steps)
-        callbacks.insert(0, diloco)
+        own = {"replica_id": "0", "sync_every": 10 * steps, "schedule": []}
+        callbacks.insert(0, DiLoCoTrainerCallback(manager=manager, **own))
     size = {"n_positions": LENGTH, "n_embd": 128, "n_layer": 4, "n_head": 4}
     config = GPT2Config(vocab_size=256, bos_token_id=None, eos_token_id=None, **size)
     with tempfile.TemporaryDirectory() as folder:

@@ -29,7 +29,7 @@ from composer_replication.replica.factory import make_manager
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "auto": {"round_seconds": "auto"},
-    "equal steps": {"weight_by": "steps"},
+    "equal steps": {"weight_by": "steps", "schedule": []},
 }
 WARM_UP = 3
 """Syncs after which all groups have said their pace."""

@@ -25,11 +25,18 @@ WIRE_FORMATS: tuple[WireFormatName, ...] = get_args(WireFormatName)
 
 WeightBy = Literal["uniform", "steps", "samples", "tokens"]
 SyncBuffers = Literal["mean", "none"]
+Rows = Sequence[Mapping[str, Any]]
 
 AUTO = "auto"
 """A value of ``round_seconds``: as long as the fastest group takes for ``sync_every`` steps."""
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
+
+SHORT_ROUNDS = 20
+"""How many rounds at the start have a fifth of ``sync_every``, if no schedule is given."""
+
+SHORT_BELOW = 10
+"""Rounds of fewer inner steps are short already, and stay as they are."""
 
 ROUNDS_FOR_MOMENTUM = 20
 """Above the default momentum, a training has to have this many times ``1 / (1 - momentum)`` rounds,
@@ -71,9 +78,10 @@ class DiLoCoSettings:
         schedule: Rows such as ``{outer_step: 61, sync_every: 30}``, each with any of
             ``sync_every``, ``outer_lr`` and ``outer_momentum``. They hold for the outer step of
             that number, with the inner steps before it, and for all after it, until a row changes
-            them again. Each sync of a fragment is an outer step. Short rounds at the start help:
-            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217).
-            Momentum 0 forgets the momentum so far. None: no schedule.
+            them again. Each sync of a fragment is an outer step. Momentum 0 forgets the momentum
+            so far. None: the first ``SHORT_ROUNDS`` rounds have a fifth of ``sync_every``, since
+            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217),
+            unless a round is a time. An empty list: no schedule.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
@@ -103,8 +111,8 @@ class DiLoCoSettings:
     outer_lr: float = OUTER_LR
     outer_momentum: float = OUTER_MOMENTUM
     outer_nesterov: bool = True
-    schedule: Sequence[Mapping[str, Any]] | None = None
-    weight_by: WeightBy = cast(WeightBy, None)  # one of them once __post_init__ has run
+    schedule: Sequence[Mapping[str, Any]] = cast(Rows, None)  # the same
+    weight_by: WeightBy = cast(WeightBy, None)  # the same
     sync_buffers: SyncBuffers = "mean"
     wire_format: WireFormatName = WIRE_FORMATS[0]
     max_sync_retries: int = 8
@@ -115,18 +123,18 @@ class DiLoCoSettings:
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
         _check_scheduled(vars(self))
+        self._check_patterns()
         self._choose()
         check_choice("weight_by", self.weight_by, get_args(WeightBy))
         check_choice("sync_buffers", self.sync_buffers, get_args(SyncBuffers))
         if self.wire_format not in WIRE_FORMATS:
             formats = ", ".join(WIRE_FORMATS)
             raise ValueError(f"wire_format={self.wire_format!r}: use one of {formats}")
-        self._check_patterns()
         self._check_schedule()
 
     def __str__(self) -> str:
         """The length of a round, and the settings that are not the defaults, for people."""
-        default = asdict(DiLoCoSettings())
+        default = asdict(DiLoCoSettings(schedule=[]))
         named = asdict(self).items()
         own = [f"{k}={in_yaml(v)}" for k, v in named if k == "sync_every" or v != default[k]]
         return ", ".join(own)
@@ -134,7 +142,7 @@ class DiLoCoSettings:
     def _check_schedule(self) -> None:
         count, delay = self.fragment_count, self.fragment_sync_delay
         check_fits(self.sync_every, count, delay)
-        for number, row in enumerate(self.schedule or ()):
+        for number, row in enumerate(self.schedule):
             if "sync_every" not in row:
                 continue
             if self.round_seconds is not None:
@@ -164,10 +172,22 @@ class DiLoCoSettings:
         check_number("fragment_update_alpha", alpha, 0.0, 1.0)
         if weight_by is None:
             weight_by = "uniform" if self.round_seconds is None else "steps"
-        chosen = {"weight_by": weight_by, "schedule": check_rows(self.schedule)}
+        rows = self._short_first() if self.schedule is None else self.schedule
+        chosen = {"weight_by": weight_by, "schedule": check_rows(rows)}
         # Always a float: 0 and 0.0 have different digests.
         for name, value in (chosen | {"fragment_update_alpha": float(alpha)}).items():
             object.__setattr__(self, name, value)
+
+    def _short_first(self) -> Rows:
+        """The schedule of short rounds at the start; empty if rounds cannot be shorter."""
+        count, steps = self.fragment_count, self.sync_every // 5
+        steps = max(steps - steps % count, count * (self.fragment_sync_delay + 1))
+        if self.round_seconds is not None or not steps < self.sync_every >= SHORT_BELOW:
+            return ()
+        return (
+            {"outer_step": 1, "sync_every": steps},
+            {"outer_step": SHORT_ROUNDS * count + 1, "sync_every": self.sync_every},
+        )
 
     def _check_patterns(self) -> None:
         patterns = self.fragment_patterns
@@ -230,9 +250,8 @@ class DiLoCoSettings:
         """
         if inner_steps is None or self.round_seconds is not None or self.changes_outer_numbers:
             return ""
-        rows = ({}, *(self.schedule or ()))
-        rounds = inner_steps // min(row.get("sync_every", self.sync_every) for row in rows)
         needed = round(ROUNDS_FOR_MOMENTUM / (1 - self.outer_momentum))
+        rounds = self._rounds_in(inner_steps, needed)
         if self.outer_momentum <= OUTER_MOMENTUM or rounds >= needed:
             return ""
         return (
@@ -240,6 +259,16 @@ class DiLoCoSettings:
             f"this training has {rounds} at most: use outer_momentum={OUTER_MOMENTUM}, or a "
             "smaller sync_every"
         )
+
+    def _rounds_in(self, inner_steps: int, most: int) -> int:
+        """The rounds in so many inner steps; ``most`` if there are as many."""
+        outer_steps = 0
+        while outer_steps < most * self.fragment_count:
+            inner_steps -= self.steps_between_syncs(outer_steps + 1)
+            if inner_steps < 0:
+                break
+            outer_steps += 1
+        return outer_steps // self.fragment_count
 
     @property
     def keeps_residual(self) -> bool:
@@ -249,7 +278,7 @@ class DiLoCoSettings:
     @property
     def changes_outer_numbers(self) -> bool:
         """Whether the schedule changes the learning rate or the momentum of the outer SGD."""
-        return any("outer_lr" in row or "outer_momentum" in row for row in self.schedule or ())
+        return any("outer_lr" in row or "outer_momentum" in row for row in self.schedule)
 
     def outer_numbers_at(self, outer_step: int) -> tuple[float, float, bool]:
         """The outer SGD's learning rate, momentum, and whether that is Nesterov's.
@@ -273,17 +302,16 @@ class DiLoCoSettings:
         agreed = asdict(self)
         for name in ("max_sync_retries", "outer_lr", "outer_momentum"):
             del agreed[name]
-        if self.schedule is None:
+        agreed["schedule"] = [*agreed["schedule"]]
+        if not self.changes_outer_numbers:
             del agreed["outer_nesterov"]  # it is part of the description of the outer optimizer
-        else:
-            agreed["schedule"] = [*agreed["schedule"]]
         if self.fragment_patterns is not None:
             agreed["fragment_patterns"] = [
                 [entry] if isinstance(entry, str) else list(entry)
                 for entry in self.fragment_patterns
             ]
         if self.weight_by != "uniform":
-            for each in (agreed, *(agreed["schedule"] or ())):
+            for each in (agreed, *(agreed["schedule"])):
                 each.pop("sync_every", None)
         return agreed
 
@@ -299,26 +327,22 @@ MAX_ROWS = 64
 
 _FORM = "{outer_step: 61, sync_every: 30}"
 
-Rows = Sequence[Mapping[str, Any]]
 
-
-def check_rows(schedule: object) -> Rows | None:
+def check_rows(schedule: object) -> Rows:
     """Check a schedule.
 
     Args:
-        schedule: Rows, each a mapping with ``outer_step`` and any of ``KEYS``; or None.
+        schedule: Rows, each a mapping with ``outer_step`` and any of ``KEYS``.
 
     Returns:
-        The rows, with floats where numbers may be fractions; None if there are none.
+        The rows, with floats where numbers may be fractions.
 
     Raises:
         ValueError: It is no list of such rows, a number is out of range, or the outer steps do not
             ascend. The message has the row, the value and the fix.
     """
-    if schedule is None:
-        return None
     if not isinstance(schedule, Sequence) or isinstance(schedule, str | bytes):
-        raise ValueError(f"schedule={schedule!r}: give a list of rows such as {_FORM}, or null")
+        raise ValueError(f"schedule={schedule!r}: give a list of rows such as {_FORM}, or []")
     if len(schedule) > MAX_ROWS:
         raise ValueError(f"schedule has {len(schedule)} rows: use at most {MAX_ROWS}")
     rows: list[Mapping[str, Any]] = []
@@ -330,7 +354,7 @@ def check_rows(schedule: object) -> Rows | None:
                 f"schedule[{number}]: outer_step={rows[-1]['outer_step']} does not come after "
                 f"{before}: put the rows in ascending order, one for each outer step"
             )
-    return tuple(rows) or None
+    return tuple(rows)
 
 
 def _check_row(where: str, row: object) -> Mapping[str, Any]:
@@ -361,7 +385,7 @@ def _check_scheduled(values: Mapping[str, Any], where: str = "") -> None:
         check_number(f"{where}outer_momentum", values["outer_momentum"], 0.0, 1.0, below=True)
 
 
-def value_at(rows: Rows | None, key: str, outer_step: int, otherwise: Any) -> Any:
+def value_at(rows: Rows, key: str, outer_step: int, otherwise: Any) -> Any:
     """Return the value of a key in force for an outer step.
 
     Args:
@@ -370,7 +394,7 @@ def value_at(rows: Rows | None, key: str, outer_step: int, otherwise: Any) -> An
         outer_step: The number of the step, from 1; a round's length is that of its outer step.
         otherwise: The value before the first row that has the key.
     """
-    in_force = (row[key] for row in rows or () if key in row and row["outer_step"] <= outer_step)
+    in_force = (row[key] for row in rows if key in row and row["outer_step"] <= outer_step)
     return [otherwise, *in_force][-1]
 
 

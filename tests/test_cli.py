@@ -91,7 +91,6 @@ def test_the_process_ends_after_an_error_though_a_thread_still_waits(config):
 
 def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     small = ["model.d_model=16", "max_duration=5ba", "callbacks.diloco.sync_every=2"]
-    small += ["callbacks.diloco.schedule=null"]
     lengths = [f"{part}.max_seq_len=16" for part in ("model", "train_loader", "eval_loader")]
     folder = tmp_path / "run"
     overrides = [*small, *lengths, "eval_subset_num_batches=1", f"run_dir={folder}"]

@@ -8,6 +8,7 @@ import re
 import pytest
 from study_modules import FOLDER, study_modules
 
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import load_config
 
 
@@ -36,19 +37,21 @@ def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_par
     config, done = load_config(FOLDER.parents[1] / "configs" / "quickstart.yaml"), study.read()
     seed = config["seed"]
     assert config["train_loader"]["seed"] == seed
-    base, own = (cell.with_seed(seed) for cell in (arms.DATA_PARALLEL_MUON, arms.TWO_SHORT))
+    base, own = (cell.with_seed(seed) for cell in (arms.DATA_PARALLEL_MUON, arms.TWO_DEFAULTS))
     assert config["reference"]["data_parallel_bits_per_byte"] == round(done[base.key]["bits"], 3)
     assert {line["text"] for line in done.values()} == {config["reference"]["text"]}
     assert config["reference"]["tokens"] == base.steps * base.batch * 128
-    settings, optimizer = config["callbacks"]["diloco"], config["optimizer"]
+    own_settings, optimizer = config["callbacks"]["diloco"], config["optimizer"]
     assert (own.inner, own.lr) == (optimizer["name"], optimizer["lr"])
     assert own.batch == 2 * config["global_train_batch_size"]
     assert config["max_duration"] == f"{own.steps}ba"
-    assert own.early == settings["sync_every"]
-    (row,) = settings["schedule"]
-    assert own.sync_every == row["sync_every"]
-    assert (row["outer_step"] - 1) * own.early == load("cells").EARLY_STEPS
-    assert (own.outer_lr, own.outer_momentum) == (settings["outer_lr"], settings["outer_momentum"])
+    assert own_settings.keys() == {"sync_every", "digest_every"}  # nothing else is set
+    settings = DiLoCoSettings(sync_every=own_settings["sync_every"])
+    rounds = DiLoCoSettings(sync_every=own.sync_every, schedule=load("train")._schedule(own))
+    assert [settings.sync_every_at(n) for n in range(1, 199)] == [
+        rounds.sync_every_at(n) for n in range(1, 199)
+    ]
+    assert (own.outer_lr, own.outer_momentum) == (settings.outer_lr, settings.outer_momentum)
 
 
 def test_the_page_of_the_defaults_is_that_of_the_results_file(load):

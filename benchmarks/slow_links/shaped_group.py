@@ -152,6 +152,7 @@ class Group:
             self._model,
             self._optimizer,
             sync_every=method.sync_every,
+            schedule=[],
             num_fragments=method.num_fragments,
             fragment_sync_delay=method.fragment_sync_delay,
             fragment_update_alpha=ALPHA if method.fragment_sync_delay else 0.0,

@@ -75,7 +75,8 @@ class RunInfo:
         run = asdict(self.settings) | options
         mine = asdict(pick(DiLoCoSettings, named))
         mine |= {name: named.get(name) or value for name, value in options.items()}
-        if names := [name for name in differing(mine, run) if name in named]:
+        given = [name for name, value in named.items() if value is not None]
+        if names := [name for name in differing(mine, run) if name in given]:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "
                 f"{self.settings_source}), and this group's config has others; leave them out, or "

@@ -117,7 +117,7 @@ class CheckpointLayout:
             local=local,
             # Also while the momentum is 0, as in a row of a schedule: keys may depend on settings
             # alone.
-            momentum=_momentum_of(fragments, always=bool(state["settings"].get("schedule"))),
+            momentum=_momentum_of(fragments, always=self._settings.changes_outer_numbers),
             residual=state["residual"],
             theta={name: theta[name] for name in self._theta_beside},
         )
@@ -131,7 +131,7 @@ class CheckpointLayout:
         averaged = [name for name, t in self.live.items() if has_mean(t)]
         dtypes = {n: torch.float32 if n in averaged else t.dtype for n, t in self.live.items()}
         trained = [name for name, t in self.live.items() if t.requires_grad]
-        has_momentum = self._settings.outer_momentum or self._settings.schedule
+        has_momentum = self._settings.outer_momentum or self._settings.changes_outer_numbers
         return self._saved(
             "",
             "",

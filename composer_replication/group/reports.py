@@ -260,7 +260,7 @@ class Reports:
 
     def _is_warm_up(self, outer_step: int) -> bool:
         """Whether the schedule makes the rounds longer later."""
-        if self._settings.schedule is None:
+        if not self._settings.schedule:
             return False
         now, last = map(self._settings.sync_every_at, (outer_step, sys.maxsize))
         return now < last

@@ -62,7 +62,7 @@ def _headers() -> Path:
 
 
 def _docstrings(split: Any) -> TextBytes:
-    """The docstrings of torch, those of each file in one. ``TextBytes`` reads the folder at once."""
+    """The docstrings of torch, those of a file in one. ``TextBytes`` reads the folder at once."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(torch.__file__).parent
         for source in root.rglob("*.py"):

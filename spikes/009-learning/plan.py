@@ -36,6 +36,7 @@ from arms import (
     SIX_OF_EIGHT,
     THIRD_ARMS,
     TWO,
+    TWO_DEFAULTS,
     TWO_LONG,
     TWO_MUON,
     TWO_SHORT,
@@ -109,7 +110,7 @@ def _base() -> Iterator[Cell]:
 def _quickstart() -> Iterator[Cell]:
     """The training of the quickstart, on the first five seeds of the claims."""
     for seed in CLAIM_SEEDS[:5]:
-        yield TWO_SHORT.with_seed(seed)
+        yield TWO_DEFAULTS.with_seed(seed)
 
 
 def _muon_lr_look() -> Iterator[Cell]:

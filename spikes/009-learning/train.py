@@ -117,7 +117,7 @@ def _group(cell: Cell, sim: Any, curve: list[float]) -> tuple[nn.Module, list[fl
         return model, losses, diloco.global_digest()
 
 
-def _schedule(cell: Cell) -> list[dict[str, int]] | None:
+def _schedule(cell: Cell) -> list[dict[str, int]]:
     """Short rounds at the start, if the cell has such.
 
     Raises:
@@ -131,7 +131,7 @@ def _schedule(cell: Cell) -> list[dict[str, int]] | None:
     rounds = cell.rounds
     if cell.early:
         rounds = ((EARLY_STEPS // cell.early + 1, cell.sync_every), *rounds)
-    return [{"outer_step": step, "sync_every": steps} for step, steps in rounds] or None
+    return [{"outer_step": step, "sync_every": steps} for step, steps in rounds]
 
 
 class _Clock:

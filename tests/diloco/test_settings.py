@@ -1,5 +1,6 @@
 """Settings: every bad value is an error that has the value and the fix."""
 
+import dataclasses
 import math
 import re
 
@@ -80,13 +81,17 @@ def test_the_defaults_learn_in_short_trainings():
     ("given", "inner_steps", "warning"),
     [
         ({}, 1, ""),
-        ({"outer_momentum": 0.9}, 199, "=0.9 overshoots in fewer than 200 rounds, and this .* 19 "),
-        ({"outer_momentum": 0.9}, 2000, ""),
+        # Twenty rounds of two inner steps, then of ten.
+        ({"outer_momentum": 0.9}, 39, "=0.9 overshoots in fewer than 200 rounds, and this .* 19 "),
+        ({"outer_momentum": 0.9}, 1839, "and this training has 199 at most"),
+        ({"outer_momentum": 0.9}, 1840, ""),
         ({"outer_momentum": 0.9}, None, ""),
-        ({"outer_momentum": 0.7}, 660, "=0.7 overshoots in fewer than 67 rounds, and this .* 66 "),
-        ({"outer_momentum": 0.7}, 670, ""),
+        ({"outer_momentum": 0.7, "schedule": []}, 669, "fewer than 67 rounds, and this .* 66 "),
+        ({"outer_momentum": 0.7, "schedule": []}, 670, ""),
+        ({"outer_momentum": 0.7, "schedule": [], "num_fragments": 5}, 670, ""),
         ({"outer_momentum": 0.9, "round_seconds": "auto"}, 10, ""),
-        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 200, ""),
+        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 272, ""),
+        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 271, " 199 "),
         ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "outer_momentum": 0.1}]}, 10, ""),
     ],
 )
@@ -139,10 +144,41 @@ def test_a_value_in_yaml_is_read_as_it_was(value):
     assert yaml.safe_load(in_yaml({"key": [value, "7"]})) == {"key": [value, "7"]}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"sync_every": 100}, [(1, 20), (21, 100)]),
+        ({"sync_every": 10}, [(1, 2), (21, 10)]),
+        ({"sync_every": 9}, []),  # short already
+        ({"sync_every": 64, "num_fragments": 4}, [(1, 12), (81, 64)]),
+        # No fragment's sync may take longer than its turn.
+        (
+            {"sync_every": 100, "num_fragments": 4, "fragment_sync_delay": 5},
+            [(1, 24), (81, 100)],
+        ),
+        ({"sync_every": 100, "num_fragments": 4, "fragment_sync_delay": 24}, []),
+        ({"sync_every": 64, "fragment_patterns": ["a*", "*"]}, [(1, 12), (41, 64)]),
+        ({"sync_every": 100, "round_seconds": "auto"}, []),
+        ({"sync_every": 100, "schedule": []}, []),
+        ({"sync_every": 100, "schedule": rows((4, 1.0, 0.5))}, None),
+    ],
+)
+def test_twenty_rounds_are_short_unless_a_schedule_is_given(given, expected):
+    settings = DiLoCoSettings(**given)
+    if expected is None:
+        assert settings.schedule == tuple(given["schedule"])
+    else:
+        assert settings.schedule == tuple(
+            {"outer_step": step, "sync_every": steps} for step, steps in expected
+        )
+    # What was chosen is what it says: chosen again it is the same.
+    assert DiLoCoSettings(**dataclasses.asdict(settings)) == settings
+
+
 def test_equal_schedules_are_equal_however_they_are_written():
     one = DiLoCoSettings(schedule=rows((4, 1, 0)))
     (row,) = rows((4, 1.0, 0.0))
     assert one == DiLoCoSettings(schedule=(dict(reversed(row.items())),))
-    assert DiLoCoSettings(schedule=[]) == DiLoCoSettings()
+    assert DiLoCoSettings(schedule=[]) == DiLoCoSettings(schedule=())
     assert one.fingerprint()["schedule"] == [row]
     assert [value_at(one.schedule, "outer_lr", n, 0.7) for n in (1, 3, 4, 5)] == [0.7, 0.7, 1, 1]

@@ -27,7 +27,7 @@ global_train_batch_size: 8
 model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 2, max_seq_len: 32}
 train_loader: {name: text, path: null, max_seq_len: 32}
 optimizer: {name: adamw, lr: 1.0e-3}
-callbacks: {diloco: {sync_every: 20, num_fragments: 2}}
+callbacks: {diloco: {sync_every: 20, num_fragments: 2, schedule: []}}
 """
 TOKEN = "a-secret"
 
@@ -63,7 +63,9 @@ def info_of(process: subprocess.Popen[str], address: str, token: str) -> httpx.R
 class Run:
     """A coordinator and its groups."""
 
-    def __init__(self, folder: Path, diloco: str = "{sync_every: 20, num_fragments: 2}") -> None:
+    def __init__(
+        self, folder: Path, diloco: str = "{sync_every: 20, num_fragments: 2, schedule: []}"
+    ) -> None:
         self.folder = folder
         self.config = folder / "tiny.yaml"
         self.config.write_text(re.sub("{sync_every.*(?=})", diloco, CONFIG))

@@ -28,7 +28,9 @@ train_loader: {name: text, path: null, max_seq_len: 64}
 optimizer: {name: adamw, lr: 1.0e-3}
 scheduler: {name: cosine_with_warmup, t_warmup: 10ba, alpha_f: 0.1}
 callbacks:
-  diloco: {sync_every: 10, num_fragments: 2, fragment_sync_delay: 2, fragment_update_alpha: 0.5}
+  diloco:
+    {sync_every: 10, num_fragments: 2, fragment_sync_delay: 2, fragment_update_alpha: 0.5,
+     schedule: []}
 autoresume: true
 save_folder: checkpoints
 save_interval: 67ba  # two steps after a sync began, two before its outer step: in mid-round
@@ -74,7 +76,7 @@ def test_killed_together_and_started_again_the_run_ends_as_if_never_killed(tmp_p
 
 # ---- before the first commit ------------------------------------------------------------------
 
-ENDLESS = ["max_duration=1000000ba", "callbacks.diloco.sync_every=30"]
+ENDLESS = ["max_duration=1000000ba", "callbacks.diloco={sync_every: 30, schedule: []}"]
 
 
 @pytest.mark.slow
