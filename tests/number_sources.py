@@ -121,6 +121,46 @@ def arm(name: str) -> Any:
     return _arms()[name]
 
 
+@cache
+def _defaults() -> tuple[Any, Any]:
+    with study_modules() as load:
+        return load("defaults"), load("study").read_all()
+
+
+def shipped(model: str, inner: str, groups: int) -> Any:
+    """How far the defaults lie above data parallel in a job that they are measured in."""
+    defaults, done = _defaults()
+    jobs = (*defaults.AS_SHIPPED, *defaults.OUTSIDE)
+    (job,) = (
+        each for each in jobs if (each.model, each.inner, each.groups) == (model, inner, groups)
+    )
+    return defaults.above(job, done, defaults.CHOSEN)
+
+
+def candidate(name: str, of_all: bool = False) -> Any:
+    """The gaps of a candidate for the defaults: see ``Summary``.
+
+    Args:
+        name: Of the candidate.
+        of_all: Over the jobs in which all candidates have been trained, and not those that were
+            trained in more.
+    """
+    defaults, done = _defaults()
+    return defaults.summaries(done, defaults.NAMES if of_all else defaults._leaders(done))[1][name]
+
+
+def gap(name: str, *job: Any) -> float:
+    """How far a candidate lies above data parallel in a job, as a mean over its seeds."""
+    defaults, done = _defaults()
+    return defaults.gaps(defaults.Job(*job), done)[name]
+
+
+def equal_bytes(groups: int, name: str) -> Any:
+    """How far an arm of the study of bytes lies above plain averaging with H = 30."""
+    defaults, done = _defaults()
+    return defaults.over_plain(done, groups, name)
+
+
 def claims(**cell: Any) -> list[float]:
     """Bits per byte of a training of the learning study, of each seed that counts."""
     return _study(cell, lambda seed: seed < 100)
@@ -171,7 +211,8 @@ def plan(
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    own = (code, found, config, published, chosen, arm, claims, tuning, rows, plan)
+    study = (arm, claims, tuning, shipped, candidate, gap, equal_bytes)
+    own = (code, found, config, published, chosen, rows, plan, *study)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}

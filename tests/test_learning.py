@@ -24,12 +24,12 @@ def test_the_pages_have_the_tables_of_the_results_file(load, tmp_path, monkeypat
     results = report.Results(report.read_all())
     for document in (report.DOCUMENT, report.CLAIMS, report.TRIED):
         page = document.read_text()
-        assert report.with_table(document, results) == page, "run spikes/009-learning/report.py"
+        assert report.with_tables(document, results) == page, "run spikes/009-learning/report.py"
         assert re.search(r"\| (\d\.\d{3}) \|", page)
     changed = tmp_path / "tried.md"
     changed.write_text(re.sub(r"\| (\d\.\d{3}) \|", "| ? |", page))
     monkeypatch.setattr(report, "TRIED", changed)
-    assert report.with_table(changed, results) == page
+    assert report.with_tables(changed, results) == page
 
 
 def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_parallels(load):

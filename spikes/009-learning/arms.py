@@ -222,22 +222,19 @@ ARMS = (
 
 SHOWN = (
     "data parallel",
-    "2 groups, H = 30, warm-up",
-    "2 groups, H = 15, warm-up",
     "2 groups, H = 15, the defaults",
-    "2 groups, H = 30",
+    "2 groups, H = 30, warm-up",
     "2 groups, H = 30, warm-up, 3,600 steps",
     "2 groups, H = 100, warm-up, 6,000 steps",
     "4 groups, H = 30, warm-up, inner lr 0.012",
     "8 groups, H = 30, warm-up, inner lr 0.012",
+    "4 groups, H = 10, warm-up, inner lr 0.012",
+    "8 groups, H = 10, warm-up, inner lr 0.012",
     "4 groups of 8 samples, warm-up",
     "8 groups of 8 samples, warm-up",
-    "2 groups, int8",
     "2 groups, fp4",
-    "4 fragments, H = 32",
     "4 fragments, delay 2, H = 32",
     "2 groups, H = 30, AdamW",
-    "3 groups of speeds 1, 1.5 and 3",
 )
 """What docs/learning.md has; claims.md has all of them."""
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from arms import DATA_PARALLEL, DATA_PARALLEL_32, DATA_PARALLEL_MUON, EIGHT_SHORT, FOUR_SHORT, TWO
 from cells import EARLY_STEPS, Cell
+from paired import Difference, compare
 
 Lines = Mapping[str, Mapping[str, Any]]
 
@@ -62,7 +63,7 @@ class Job(NamedTuple):
         """How the tables name this job."""
         return (
             f"{self.model}, {self.inner}, {self.data}, k = {self.groups}, H = {self.sync_every}, "
-            f"{self.steps} steps, {self.rate}"
+            f"{self.steps:,} steps, {self.rate}"
         )
 
     @property
@@ -363,6 +364,19 @@ def gaps(job: Job, done: Lines, seeds: Iterable[int] = SEEDS) -> dict[str, float
     return found
 
 
+def above(job: Job, done: Lines, name: str) -> Difference | None:
+    """How far a candidate lies above data parallel in a job, seed by seed."""
+    base = reference(job, done)
+    if base is None:
+        return None
+    return compare(*(_by_seed(done, cell) for cell in (candidates(job, base)[name], base)))
+
+
+def _by_seed(done: Lines, cell: Cell) -> dict[int, float]:
+    bits = {seed: _bits(done, cell.with_seed(seed)) for seed in ARM_SEEDS}
+    return {seed: value for seed, value in bits.items() if not math.isnan(value)}
+
+
 def worst_quarter(values: Iterable[float]) -> float:
     """The mean of the largest quarter of the gaps, rounded up to whole jobs."""
     ordered = sorted(values, reverse=True)
@@ -409,11 +423,17 @@ def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
         "Percent above data parallel, of the first seed; a loss that is no number counts as inf.",
     ]
     for names in (NAMES, _leaders(done)):
-        complete = _complete(done, names)
-        if complete:
+        jobs, found = summaries(done, names)
+        if jobs:
             who = "all candidates" if names is NAMES else "these candidates"
-            rows += ["", f"Over the {len(complete)} jobs in which {who} have been trained:", ""]
-            rows += _candidates_table(complete, names)
+            rows += ["", f"Over the {jobs} jobs in which {who} have been trained:", ""]
+            rows += [
+                "| candidate | worst quarter | of 1,000 steps and more | worst | median | mean |"
+            ]
+            rows += ["|---|---|---|---|---|---|"]
+            for name, own in found.items():
+                rows.append(f"| {name} | " + " | ".join(f"{each:+.2f}" for each in own) + " |")
+    rows += ["", "## As it ships", "", shipped(done)]
     rows += ["", "## Jobs", "", "Percent above data parallel, as a mean over the seeds there are."]
     rows += ["", "| job | inner lr | data parallel | " + " | ".join(NAMES) + " |"]
     rows += ["|---" * (len(NAMES) + 3) + "|"]
@@ -425,27 +445,56 @@ def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
     return "\n".join([*rows, "", *_arms_table({**done, **others})]) + "\n"
 
 
-def _candidates_table(
-    complete: Mapping[Job, Mapping[str, float]], names: Iterable[str]
-) -> Iterator[str]:
-    yield "| candidate | worst quarter | of 1,000 steps and more | worst | median | mean |"
-    yield "|---|---|---|---|---|---|"
-    table = {name: [each[name] for each in complete.values()] for name in names}
-    long = [job for job in complete if job.steps >= 1000]
-    for name, own in sorted(table.items(), key=lambda item: worst_quarter(item[1])):
-        numbers = [
+class Summary(NamedTuple):
+    """The gaps of a candidate with the first seed, in percent."""
+
+    worst_quarter: float
+    of_long: float
+    worst: float
+    median: float
+    mean: float
+
+
+def summaries(done: Lines, names: Collection[str]) -> tuple[int, dict[str, Summary]]:
+    """In how many jobs all of these candidates have been trained, and what came out there."""
+    complete = _complete(done, names)
+    found = {}
+    for name in names if complete else ():
+        own = [each[name] for each in complete.values()]
+        long = [each[name] for job, each in complete.items() if job.steps >= 1000]
+        found[name] = Summary(
             worst_quarter(own),
-            worst_quarter(complete[job][name] for job in long) if long else math.nan,
+            worst_quarter(long) if long else math.nan,
             max(own),
             statistics.median(own),
             statistics.fmean(own),
-        ]
-        yield f"| {name} | " + " | ".join(f"{each:+.2f}" for each in numbers) + " |"
+        )
+    return len(complete), dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def shipped(done: Lines) -> str:
+    """The table of the jobs that what ships is measured in, and of those outside the study."""
+    rows = [
+        "| job | seeds | data parallel, bits | as it ships | without short rounds |",
+        "|---|---|---|---|---|",
+    ]
+    for job in (*AS_SHIPPED, *OUTSIDE):
+        base, own = reference(job, done), above(job, done, CHOSEN)
+        if base is None or own is None:
+            continue
+        bits = statistics.median(_by_seed(done, base).values())
+        plain = above(job, done, SHIPS)
+        rows.append(f"| {job.name} | {own.seeds} | {bits:.3f} | {own} | {plain or '-'} |")
+    return "\n".join(rows)
+
+
+def over_plain(done: Lines, groups: int, name: str) -> Difference | None:
+    """How far an arm at equal bytes lies above plain averaging with H = 30, seed by seed."""
+    arms = equal_bytes(groups)
+    return compare(*(_by_seed(done, arms[each]) for each in (name, _base_of(arms[name]))))
 
 
 def _arms_table(done: Lines) -> list[str]:
-    from paired import compare
-
     rows = [
         "## At equal bytes",
         "",
@@ -456,23 +505,16 @@ def _arms_table(done: Lines) -> list[str]:
     rows += ["|---|---|---|---|---|---|"]
     for groups in (4, 8):
         arms = equal_bytes(groups)
-        bits = {
-            name: {
-                seed: line["bits"]
-                for seed in ARM_SEEDS
-                if (line := done.get(cell.with_seed(seed).key)) is not None
-            }
-            for name, cell in arms.items()
-        }
+        bits = {name: _by_seed(done, cell) for name, cell in arms.items()}
         for name, own in bits.items():
             if not own:
                 continue
             inner = ", AdamW" if arms[name].inner == "adamw" else ""
             batch = ", batch 32" if arms[name].batch == 32 else ""
             bases = (bits[f"data parallel{inner}{batch}"], bits[_base_of(arms[name])])
-            above = " | ".join(str(compare(own, base) or "-") for base in bases)
+            differences = " | ".join(str(compare(own, base) or "-") for base in bases)
             mean = statistics.fmean(own.values())
-            rows.append(f"| {groups} | {name} | {len(own)} | {mean:.3f} | {above} |")
+            rows.append(f"| {groups} | {name} | {len(own)} | {mean:.3f} | {differences} |")
     return rows
 
 

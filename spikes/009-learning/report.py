@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import defaults
 from arms import ARMS, CURVES, DATA_PARALLEL_MUON, HELD_OUT, LINES, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
 from paired import Difference, compare
@@ -31,22 +32,22 @@ class Results:
     """The trainings that have been made, by cell."""
 
     def __init__(self, lines: Mapping[str, Mapping[str, Any]]) -> None:
-        self._lines = lines
+        self.lines = lines
 
     def bits(self, cell: Cell, seeds: Iterable[int] = CLAIM_SEEDS) -> dict[int, float]:
         """Held-out bits per byte by seed."""
-        found = {seed: self._lines.get(cell.with_seed(seed).key) for seed in seeds}
+        found = {seed: self.lines.get(cell.with_seed(seed).key) for seed in seeds}
         return {seed: line["bits"] for seed, line in found.items() if line is not None}
 
     def curve(self, cell: Cell, seeds: Iterable[int] = CLAIM_SEEDS) -> list[float]:
         """The training loss in bits per byte along the run, as a mean over the seeds."""
-        lines = [self._lines.get(cell.with_seed(seed).key) for seed in seeds]
+        lines = [self.lines.get(cell.with_seed(seed).key) for seed in seeds]
         curves = [line["loss"] for line in lines if line is not None]
         return [statistics.fmean(values) / 0.693147 for values in zip(*curves, strict=True)]
 
     def held_out(self, cell: Cell) -> list[float]:
         """The held-out loss along the run, in bits per byte; empty if it has not been trained."""
-        return self._lines.get(cell.with_seed(CLAIM_SEEDS[0]).key, {}).get("held_out", [])
+        return self.lines.get(cell.with_seed(CLAIM_SEEDS[0]).key, {}).get("held_out", [])
 
     def above(self, arm: Arm) -> Difference | None:
         """How far an arm lies above what it is compared with."""
@@ -122,15 +123,26 @@ def _order(cell: Cell) -> tuple[Any, ...]:
     return (*kind, cell.lr, cell.outer_lr)
 
 
-def with_table(document: Path, results: Results) -> str:
-    """Return the text of one of the documents with its table as the results have it."""
-    tables = {DOCUMENT: ("arms", shown), CLAIMS: ("claims", claims), TRIED: ("tuning", tuning)}
-    name, table = tables[document]
-    begin, end = BEGIN.format(name=name), END.format(name=name)
-    head, _, rest = document.read_text().partition(begin)
-    if end not in rest:
-        raise ValueError(f"{document} has no place for {name}: write {begin} and {end} into it")
-    return f"{head}{begin}\n\n{table(results)}\n\n{end}{rest.partition(end)[2]}"
+def as_shipped(results: Results) -> str:
+    """The table of the jobs in which the defaults are measured."""
+    return defaults.shipped(results.lines)
+
+
+def with_tables(document: Path, results: Results) -> str:
+    """Return the text of one of the documents with its tables as the results have them."""
+    tables = {
+        DOCUMENT: {"shipped": as_shipped, "arms": shown},
+        CLAIMS: {"claims": claims},
+        TRIED: {"tuning": tuning},
+    }
+    text = document.read_text()
+    for name, table in tables[document].items():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        head, _, rest = text.partition(begin)
+        if end not in rest:
+            raise ValueError(f"{document} has no place for {name}: write {begin} and {end} into it")
+        text = f"{head}{begin}\n\n{table(results)}\n\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def draw(results: Results, folder: Path) -> None:
@@ -248,7 +260,7 @@ def draw_curves(results: Results, folder: Path) -> None:
 def main() -> None:
     results = Results(read_all())
     for document in (DOCUMENT, CLAIMS, TRIED):
-        document.write_text(with_table(document, results))
+        document.write_text(with_tables(document, results))
     if any(results.bits(arm.cell) for arm in ARMS):
         draw(results, DOCUMENT.parent)
         draw_bytes(results, DOCUMENT.parent)
