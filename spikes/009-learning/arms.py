@@ -63,6 +63,10 @@ CONSTANT_BATCH = replace(DATA_PARALLEL_MUON, batch=12)
 CHANGING_BATCH = replace(CONSTANT_BATCH, batches=(16, 8, 8, 16))
 """Data parallel with the batches of six groups, and of eight, four and eight."""
 
+SIX_OF_TWO = replace(EIGHT_SHORT, groups=6, batch=12)
+EIGHT_FOUR_EIGHT = replace(EIGHT_SHORT, away=4)
+"""As many samples in all as the six, averaged plainly, at the rate of four and eight groups."""
+
 EQUAL = replace(TWO_MUON, groups=3, batch=24, sync_every=20)
 UNEQUAL = replace(EQUAL, sync_every=30, steps=2700, step_times=(1.0, 1.5, 3.0))
 """As many rounds and samples as the equal ones."""
@@ -172,6 +176,13 @@ FOURTH_ARMS = (
         CHANGING_DONATED,
         SIX_SHORT,
         "6 groups, warm-up",
+    ),
+    Arm("6 groups of 2 samples, warm-up, inner lr 0.012", SIX_OF_TWO, SIX_OF_TWO, "-"),
+    Arm(
+        "8, 4 and 8 groups, warm-up, inner lr 0.012",
+        EIGHT_FOUR_EIGHT,
+        SIX_OF_TWO,
+        "6 groups, inner lr 0.012",
     ),
     Arm("6 groups of 8 samples, warm-up, rda", SIX_OF_EIGHT, SIX_OF_EIGHT, "-"),
     Arm(

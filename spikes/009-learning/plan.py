@@ -34,6 +34,7 @@ from arms import (
     MANY_ARMS,
     SECOND_ARMS,
     SIX_OF_EIGHT,
+    SIX_OF_TWO,
     THIRD_ARMS,
     TWO,
     TWO_DEFAULTS,
@@ -238,6 +239,12 @@ def _donated() -> Iterator[Cell]:
         yield CHANGING_DONATED.with_seed(seed)
 
 
+def _six_groups() -> Iterator[Cell]:
+    """As many samples as eight, four and eight groups, which the other study trains."""
+    for seed in CLAIM_SEEDS[:5]:
+        yield SIX_OF_TWO.with_seed(seed)
+
+
 def _changing_groups_of_eight() -> Iterator[Cell]:
     """Groups that come and go, with 8 samples in each."""
     yield CHANGING_OF_EIGHT.with_seed(CLAIM_SEEDS[0])
@@ -310,6 +317,7 @@ STAGES = {
     "many groups": _many_groups,
     "long": _long,
     "changing groups": _changing_groups,
+    "six groups": _six_groups,
     "changing groups of eight": _changing_groups_of_eight,
     "changing batch": _changing_batch,
     "donated": _donated,
