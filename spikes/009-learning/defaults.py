@@ -27,14 +27,14 @@ SEEDS = (1, 2, 3)
 
 ARM_SEEDS = range(1, 6)
 
-SHIPS = "0.7 / 0.5"
-"""The candidate that ships while the study goes on."""
+PLAIN = "0.7 / 0.5"
+"""The candidate that shipped until the choice."""
 
 CHOSEN = "0.7 / 0.5, short first"
 """The candidate that wins: see "The choice" in defaults.md."""
 
 LEADERS = 2
-"""How many candidates are trained in the expensive jobs before all others, beside SHIPS."""
+"""How many candidates are trained in the expensive jobs before all others, beside PLAIN."""
 
 FINALISTS = 4
 HOURS = 80.0
@@ -275,8 +275,8 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     yield from _more_seeds(by_cost[:9], done, _leaders(done))
     for seed, groups in product(ARM_SEEDS, (4, 8)):
         yield from _arms(groups, (seed,), GO_ON)
-    yield from _jobs(OUTSIDE, done, [CHOSEN, SHIPS])
-    for name in (CHOSEN, SHIPS):
+    yield from _jobs(OUTSIDE, done, [CHOSEN, PLAIN])
+    for name in (CHOSEN, PLAIN):
         yield from _more_seeds([*AS_SHIPPED, *OUTSIDE], done, [name], ARM_SEEDS[1:])
     yield from _jobs(by_cost[-2:], done, _leaders(done))
     yield from _jobs(by_cost, done, _not_beaten(done))
@@ -305,10 +305,10 @@ def _more_seeds(
 
 
 def _leaders(done: Lines) -> list[str]:
-    """The candidates that are trained first in the expensive jobs: the best so far, and SHIPS."""
+    """The candidates that are trained first in the expensive jobs: the best so far, and PLAIN."""
     complete = _complete(done, NAMES)
     order = sorted(NAMES, key=lambda name: floor(each[name] for each in complete.values()))
-    return list(dict.fromkeys([*order[:LEADERS], SHIPS]))
+    return list(dict.fromkeys([*order[:LEADERS], PLAIN]))
 
 
 def _known(done: Lines) -> dict[str, list[float]]:
@@ -402,7 +402,7 @@ def _finalists(done: Lines) -> list[str]:
         return []
     through = [name for name, own in known.items() if len(own) == len(JOBS)]
     order = sorted(through, key=lambda name: worst_quarter(known[name]))
-    return list(dict.fromkeys([*order[:FINALISTS], SHIPS]))
+    return list(dict.fromkeys([*order[:FINALISTS], PLAIN]))
 
 
 def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
@@ -483,7 +483,7 @@ def shipped(done: Lines) -> str:
         if base is None or own is None:
             continue
         bits = statistics.median(_by_seed(done, base).values())
-        plain = above(job, done, SHIPS)
+        plain = above(job, done, PLAIN)
         rows.append(f"| {job.name} | {own.seeds} | {bits:.3f} | {own} | {plain or '-'} |")
     return "\n".join(rows)
 

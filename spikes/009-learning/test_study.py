@@ -93,7 +93,7 @@ def test_candidates_have_the_rate_of_the_best_reference_and_the_best_get_more_se
     assert defaults.gaps(last, done).keys() == {"plain mean", "0.7 / 0.5"}
     assert defaults._not_beaten(done) == ["plain mean"]
     finalists = defaults._finalists(done)
-    assert finalists == ["plain mean", defaults.SHIPS]
+    assert finalists == ["plain mean", defaults.PLAIN]
     named = {cell.outer_lr for cell in defaults.wanted(done) if cell.seed == 2 and cell.groups}
     assert {0.7, 1.0} <= named
     assert "+inf" in defaults.report(done)
