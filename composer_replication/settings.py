@@ -80,8 +80,9 @@ class DiLoCoSettings:
             that number, with the inner steps before it, and for all after it, until a row changes
             them again. Each sync of a fragment is an outer step. Momentum 0 forgets the momentum
             so far. None: the first ``SHORT_ROUNDS`` rounds have a fifth of ``sync_every``, since
-            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217),
-            unless a round is a time. An empty list: no schedule.
+            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217).
+            Rounds that are a time, or shorter than ``SHORT_BELOW``, stay. An empty list: no
+            schedule.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
@@ -111,8 +112,8 @@ class DiLoCoSettings:
     outer_lr: float = OUTER_LR
     outer_momentum: float = OUTER_MOMENTUM
     outer_nesterov: bool = True
-    schedule: Sequence[Mapping[str, Any]] = cast(Rows, None)  # the same
-    weight_by: WeightBy = cast(WeightBy, None)  # the same
+    schedule: Sequence[Mapping[str, Any]] = cast(Rows, None)  # likewise
+    weight_by: WeightBy = cast(WeightBy, None)  # likewise
     sync_buffers: SyncBuffers = "mean"
     wire_format: WireFormatName = WIRE_FORMATS[0]
     max_sync_retries: int = 8
