@@ -278,14 +278,15 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     yield from _arms(4, ARM_SEEDS[:1])
     yield from _jobs(by_cost[9:-2], done, _leaders(done))
     yield from _more_seeds(by_cost[:9], done, _leaders(done))
+    yield from _jobs(OUTSIDE, done, [CHOSEN, PLAIN])
+    measured = sorted([*AS_SHIPPED, *OUTSIDE], key=lambda job: job.cost)
+    for job in measured[:-1]:
+        yield from _more_seeds([job], done, [CHOSEN], ARM_SEEDS[1:])
+    yield from (at_lower_rate(job, base) for job in AS_SHIPPED if (base := reference(job, done)))
+    yield from _more_seeds(measured[-1:], done, [CHOSEN], ARM_SEEDS[1:])
     for seed, groups in product(ARM_SEEDS, (4, 8)):
         yield from _arms(groups, (seed,), GO_ON)
-    yield from _jobs(OUTSIDE, done, [CHOSEN, PLAIN])
-    yield from _more_seeds([*AS_SHIPPED, *OUTSIDE], done, [CHOSEN], ARM_SEEDS[1:])
-    for seed, job in product(ARM_SEEDS[:1], AS_SHIPPED):
-        if base := reference(job, done):
-            yield at_lower_rate(job, base).with_seed(seed)
-    yield from _more_seeds([*AS_SHIPPED, *OUTSIDE], done, [PLAIN], ARM_SEEDS[1:])
+    yield from _more_seeds(measured, done, [PLAIN], ARM_SEEDS[1:])
     yield from _jobs(by_cost[-2:], done, _leaders(done))
     yield from _jobs(by_cost, done, _not_beaten(done))
     yield from _more_seeds(by_cost, done, _finalists(done))
