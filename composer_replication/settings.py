@@ -32,10 +32,10 @@ AUTO = "auto"
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
 
-SHORT_ROUNDS = 20
+SHORT_ROUNDS = 60
 """How many rounds at the start have a fifth of ``sync_every``, if no schedule is given."""
 
-SHORT_BELOW = 10
+SHORT_BELOW = 20
 """Rounds of fewer inner steps are short already, and stay as they are."""
 
 ROUNDS_FOR_MOMENTUM = 20

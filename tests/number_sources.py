@@ -146,7 +146,7 @@ def candidate(name: str, of_all: bool = False) -> Any:
             trained in more.
     """
     defaults, done = _defaults()
-    return defaults.summaries(done, defaults.NAMES if of_all else defaults._leaders(done))[1][name]
+    return defaults.summaries(done, defaults.NAMES if of_all else defaults.furthest(done))[1][name]
 
 
 def gap(name: str, *job: Any) -> float:

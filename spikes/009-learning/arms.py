@@ -17,8 +17,8 @@ DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
 TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
 TWO_SHORT = replace(TWO_MUON, early=5)
 
-TWO_DEFAULTS = replace(TWO_MUON, sync_every=3, rounds=((21, 15),))
-"""What configs/quickstart.yaml trains: nothing is set but ``sync_every: 15``."""
+TWO_DEFAULTS = replace(TWO_MUON, sync_every=6, rounds=((61, 30),))
+"""What configs/quickstart.yaml trains: nothing is set but ``sync_every: 30``."""
 
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
 """Two groups with rounds of 15 and twice as many inner steps as in the other arms."""
@@ -108,7 +108,7 @@ FIRST_ARMS = (
     Arm("2 groups, H = 30, warm-up", TWO_SHORT),
     Arm("2 groups, H = 15, warm-up", replace(TWO_SHORT, sync_every=15)),
     Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15)),
-    Arm("2 groups, H = 15, the defaults", TWO_DEFAULTS),
+    Arm("2 groups, H = 30, the defaults", TWO_DEFAULTS),
     Arm("2 groups, H = 30", TWO_MUON),
 )
 
@@ -233,7 +233,7 @@ ARMS = (
 
 SHOWN = (
     "data parallel",
-    "2 groups, H = 15, the defaults",
+    "2 groups, H = 30, the defaults",
     "2 groups, H = 30, warm-up",
     "2 groups, H = 30, warm-up, 3,600 steps",
     "2 groups, H = 100, warm-up, 6,000 steps",

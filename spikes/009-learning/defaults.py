@@ -30,7 +30,7 @@ ARM_SEEDS = range(1, 6)
 PLAIN = "0.7 / 0.5"
 """The candidate that shipped until the choice."""
 
-CHOSEN = "0.7 / 0.5, short first"
+CHOSEN = "0.7 / 0.5, 60 short if H >= 20"
 """The candidate that wins: see "The choice" in defaults.md."""
 
 LEADERS = 2
@@ -148,7 +148,10 @@ def candidates(job: Job, base: Cell) -> dict[str, Cell]:
     muon, k = job.inner == "muon", job.groups
     own = replace(base, groups=k, sync_every=job.sync_every, outer_momentum=0.5)
     rising = replace(own, ramp=10.0, outer_momentum=0.9)
-    short = {"sync_every": job.sync_every // 5, "rounds": ((21, job.sync_every),)}
+    short, longer = (
+        {"sync_every": job.sync_every // 5, "rounds": ((count + 1, job.sync_every),)}
+        for count in (20, 60)
+    )
     by_k = {2: (0.7, 0.5), 4: (0.8, 0.6), 8: (0.8, 0.7)}
     muloco = (1.0, 0.9) if k == 8 else (0.9, 0.8) if muon else (0.8, 0.9)
     return {
@@ -163,6 +166,8 @@ def candidates(job: Job, base: Cell) -> dict[str, Cell]:
         "SNOO": _outer(own, 0.8, 0.75),
         "plain mean": _outer(own, 1.0, 0.0),
         "0.8 / 0.6, short first": replace(_outer(own, 0.8, 0.6), **short),
+        "0.7 / 0.5, 60 short": replace(own, **longer),
+        CHOSEN: replace(own, **longer) if job.sync_every >= 20 else own,
     }
 
 
@@ -275,6 +280,7 @@ def wanted(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
 def _in_order(done: Lines) -> Iterator[Cell]:
     by_cost = sorted(JOBS, key=lambda job: job.cost)
     yield from _jobs(by_cost[:9], done)
+    yield from _jobs(by_cost[9:-2], done, ["0.7 / 0.5, 60 short"])
     yield from _arms(4, ARM_SEEDS[:1])
     yield from _jobs(by_cost[9:-2], done, _leaders(done))
     yield from _more_seeds(by_cost[:9], done, _leaders(done))
@@ -282,8 +288,8 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     measured = sorted([*AS_SHIPPED, *OUTSIDE], key=lambda job: job.cost)
     for job in measured[:-1]:
         yield from _more_seeds([job], done, [CHOSEN], ARM_SEEDS[1:])
-    yield from (at_lower_rate(job, base) for job in AS_SHIPPED if (base := reference(job, done)))
     yield from _more_seeds(measured[-1:], done, [CHOSEN], ARM_SEEDS[1:])
+    yield from (at_lower_rate(job, base) for job in AS_SHIPPED if (base := reference(job, done)))
     for seed, groups in product(ARM_SEEDS, (4, 8)):
         yield from _arms(groups, (seed,), GO_ON)
     yield from _more_seeds(measured, done, [PLAIN], ARM_SEEDS[1:])
@@ -324,6 +330,13 @@ def _known(done: Lines) -> dict[str, list[float]]:
     """The gaps of each candidate with the first seed, of all jobs in which it was trained."""
     every = [gaps(job, done, SEEDS[:1]) for job in JOBS]
     return {name: [each[name] for each in every if name in each] for name in NAMES}
+
+
+def furthest(done: Lines) -> list[str]:
+    """The candidates that have been trained in most jobs."""
+    known = _known(done)
+    most = max(map(len, known.values()))
+    return [name for name in NAMES if len(known[name]) == most]
 
 
 def _not_beaten(done: Lines) -> list[str]:
@@ -439,7 +452,7 @@ def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
         "",
         "Percent above data parallel, of the first seed; a loss that is no number counts as inf.",
     ]
-    for names in (NAMES, _leaders(done)):
+    for names in (NAMES, furthest(done)):
         jobs, found = summaries(done, names)
         if jobs:
             who = "all candidates" if names is NAMES else "these candidates"

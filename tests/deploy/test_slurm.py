@@ -33,7 +33,7 @@ KILLS = int(os.environ.get("TEST_KILLS", "1"))
 COORDINATOR_EDITS = {
     "$(hostname)": "localhost",
     "#SBATCH --mem=2G ": "#",
-    "--set sync_every=100 --replicas 4": "--set sync_every=10 --set schedule=[] --replicas 3",
+    "--set sync_every=100 --replicas 4": "--set sync_every=10 --replicas 3",
 }
 GROUPS_EDITS = {
     "--array=0-3": "--array=0-2",

@@ -213,5 +213,5 @@ def test_no_batch_is_looked_at_after_the_first_sync():
             Batch.looked_at += 1
             return Batch, ()
 
-    found(1, lambda *group: itertools.repeat(Batch()), steps=40, sync_every=8)
+    found(1, lambda *group: itertools.repeat(Batch()), steps=40, sync_every=10)
     assert Batch.looked_at == NUM_BATCHES

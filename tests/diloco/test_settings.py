@@ -81,22 +81,22 @@ def test_the_defaults_learn_in_short_trainings():
     ("given", "inner_steps", "warning"),
     [
         ({}, 1, ""),
-        # Twenty rounds of two inner steps, then of ten.
-        ({"outer_momentum": 0.9}, 39, "=0.9 overshoots in fewer than 200 rounds, and this .* 19 "),
-        ({"outer_momentum": 0.9}, 1839, "and this training has 199 at most"),
-        ({"outer_momentum": 0.9}, 1840, ""),
+        # Sixty rounds of four inner steps, then of twenty.
+        ({"outer_momentum": 0.9}, 79, "=0.9 overshoots in fewer than 200 rounds, and this .* 19 "),
+        ({"outer_momentum": 0.9}, 3039, "and this training has 199 at most"),
+        ({"outer_momentum": 0.9}, 3040, ""),
         ({"outer_momentum": 0.9}, None, ""),
-        ({"outer_momentum": 0.7, "schedule": []}, 669, "fewer than 67 rounds, and this .* 66 "),
-        ({"outer_momentum": 0.7, "schedule": []}, 670, ""),
-        ({"outer_momentum": 0.7, "schedule": [], "num_fragments": 5}, 670, ""),
+        ({"outer_momentum": 0.7, "schedule": []}, 1339, "fewer than 67 rounds, and this .* 66 "),
+        ({"outer_momentum": 0.7, "schedule": []}, 1340, ""),
+        ({"outer_momentum": 0.7, "schedule": [], "num_fragments": 5}, 1340, ""),
         ({"outer_momentum": 0.9, "round_seconds": "auto"}, 10, ""),
-        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 272, ""),
-        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 271, " 199 "),
+        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 352, ""),
+        ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "sync_every": 1}]}, 351, " 199 "),
         ({"outer_momentum": 0.9, "schedule": [{"outer_step": 9, "outer_momentum": 0.1}]}, 10, ""),
     ],
 )
 def test_too_much_momentum_for_a_training_is_warned_of(given, inner_steps, warning):
-    said = DiLoCoSettings(sync_every=10, **given).momentum_warning(inner_steps)
+    said = DiLoCoSettings(sync_every=20, **given).momentum_warning(inner_steps)
     assert re.search(warning, said) and bool(said) == bool(warning)
 
 
@@ -147,23 +147,23 @@ def test_a_value_in_yaml_is_read_as_it_was(value):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"sync_every": 100}, [(1, 20), (21, 100)]),
-        ({"sync_every": 10}, [(1, 2), (21, 10)]),
-        ({"sync_every": 9}, []),  # short already
-        ({"sync_every": 64, "num_fragments": 4}, [(1, 12), (81, 64)]),
+        ({"sync_every": 100}, [(1, 20), (61, 100)]),
+        ({"sync_every": 20}, [(1, 4), (61, 20)]),
+        ({"sync_every": 19}, []),  # short already
+        ({"sync_every": 64, "num_fragments": 4}, [(1, 12), (241, 64)]),
         # No fragment's sync may take longer than its turn.
         (
             {"sync_every": 100, "num_fragments": 4, "fragment_sync_delay": 5},
-            [(1, 24), (81, 100)],
+            [(1, 24), (241, 100)],
         ),
         ({"sync_every": 100, "num_fragments": 4, "fragment_sync_delay": 24}, []),
-        ({"sync_every": 64, "fragment_patterns": ["a*", "*"]}, [(1, 12), (41, 64)]),
+        ({"sync_every": 64, "fragment_patterns": ["a*", "*"]}, [(1, 12), (121, 64)]),
         ({"sync_every": 100, "round_seconds": "auto"}, []),
         ({"sync_every": 100, "schedule": []}, []),
         ({"sync_every": 100, "schedule": rows((4, 1.0, 0.5))}, None),
     ],
 )
-def test_twenty_rounds_are_short_unless_a_schedule_is_given(given, expected):
+def test_sixty_rounds_are_short_unless_a_schedule_is_given(given, expected):
     settings = DiLoCoSettings(**given)
     if expected is None:
         assert settings.schedule == tuple(given["schedule"])

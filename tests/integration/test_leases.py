@@ -25,7 +25,7 @@ from composer_replication.group.run_folder import STATUS
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-SETTINGS = "{outer_lr: 0.7, sync_every: 12, schedule: [], num_fragments: FRAGMENTS}"
+SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
 GROUPS = 3
 SCRIPT = Path(__file__).with_name("leased_group.py")
 

@@ -25,9 +25,7 @@ def said_by(start, *command):
 def test_a_launch_of_a_script_is_a_run_like_that_of_a_config(tmp_path):
     # Group 1 trains a batch more than group 0, if its id is where the braces were.
     script = [sys.executable, SCRIPT, "2{replica_id}ba"]
-    ours = (
-        "-m composer_replication launch --replicas 2 --set sync_every=10 --set schedule=[]".split()
-    )
+    ours = "-m composer_replication launch --replicas 2 --set sync_every=10".split()
     said = said_by(subprocess.Popen, *ours, "--run-dir", tmp_path / "run", "--", *script)
     assert "equal in 2 groups after 3 outer steps" in said
     assert "sent by each group" in said

@@ -28,9 +28,7 @@ train_loader: {name: text, path: null, max_seq_len: 64}
 optimizer: {name: adamw, lr: 1.0e-3}
 scheduler: {name: cosine_with_warmup, t_warmup: 10ba, alpha_f: 0.1}
 callbacks:
-  diloco:
-    {sync_every: 10, num_fragments: 2, fragment_sync_delay: 2, fragment_update_alpha: 0.5,
-     schedule: []}
+  diloco: {sync_every: 10, num_fragments: 2, fragment_sync_delay: 2, fragment_update_alpha: 0.5}
 autoresume: true
 save_folder: checkpoints
 save_interval: 67ba  # two steps after a sync began, two before its outer step: in mid-round

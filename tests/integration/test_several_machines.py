@@ -70,7 +70,7 @@ class Run(ExitStack):
         bind = f"[{address}]:{PORT}" if ":" in address else f"{address}:{PORT}"
         options = ["--bind", bind, "--hostname", "coordinator", "--replicas", "3"]
         # On a busy machine a group must not look dead while it is not.
-        options += ["--set", "sync_every=12", "--set", "schedule=[]", "--heartbeat-timeout-s", "6"]
+        options += ["--set", "sync_every=12", "--heartbeat-timeout-s", "6"]
         options += ["--state-dir", str(self.folder / "state")]
         self.num_coordinators += 1
         path = self.folder / f"coordinator_{self.num_coordinators}.txt"

@@ -125,7 +125,7 @@ def test_settings_that_learn_badly(tmp_path):
     texts = [text for name, text in rows_of(doctor("own.yaml")[1], "warning") if name == "settings"]
     assert "throws away the 1 inner steps" in texts[0]
     assert (
-        "outer_momentum=0.9 overshoots in fewer than 200 rounds, and this training has 25"
+        "outer_momentum=0.9 overshoots in fewer than 200 rounds, and this training has 45"
         in texts[1]
     )
 

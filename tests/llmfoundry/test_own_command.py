@@ -43,7 +43,7 @@ def launch(folder, *options_and_command):
 def test_a_script_with_a_hugging_face_model_in_groups_of_two_ranks(tmp_path):
     pytest.importorskip("transformers")
     script = [sys.executable, EXAMPLES / "train_hf.py", "30ba"]
-    options = ["--nproc", "2", "--set", "sync_every=10", "--set", "schedule=[]"]
+    options = ["--nproc", "2", "--set", "sync_every=10"]
     assert launch(tmp_path, *options, "--", *script)["outer_steps"] == 3
     assert (tmp_path / "run" / "replica_1" / "log_rank1.txt").stat().st_size
 
@@ -51,12 +51,7 @@ def test_a_script_with_a_hugging_face_model_in_groups_of_two_ranks(tmp_path):
 def test_lora_trains_and_sends_the_adapters_alone(tmp_path):
     pytest.importorskip("peft")
     script = [sys.executable, EXAMPLES / "train_lora.py", "20ba"]
-    assert (
-        launch(tmp_path, "--set", "sync_every=10", "--set", "schedule=[]", "--", *script)[
-            "outer_steps"
-        ]
-        == 2
-    )
+    assert launch(tmp_path, "--set", "sync_every=10", "--", *script)["outer_steps"] == 2
     syncs = syncs_of(tmp_path / "run" / "replica_0")
     # Two layers, each with A of 8 x 64 and B of 192 x 8, and the group's weight in the mean.
     numbers = 2 * 8 * (64 + 192) + 1

@@ -124,7 +124,7 @@ def test_bounds_are_a_tenth_of_sync_every_and_more_than_the_delay():
     assert settings(round_seconds=10).steps_allowed(1) == range(10, 101)
     assert settings(round_seconds=10, num_fragments=4).steps_allowed(1) == range(3, 26)
     assert settings(round_seconds=10, fragment_sync_delay=20).steps_allowed(1) == range(21, 101)
-    assert settings(num_fragments=4).steps_allowed(81) == range(25, 26)
+    assert settings(num_fragments=4).steps_allowed(241) == range(25, 26)
 
 
 def test_weights_follow_the_steps_unless_they_are_set():
