@@ -127,14 +127,14 @@ def _defaults() -> tuple[Any, Any]:
         return load("defaults"), load("study").read_all()
 
 
-def shipped(model: str, inner: str, groups: int) -> Any:
+def shipped(model: str, inner: str, groups: int, without: tuple[int, ...] = ()) -> Any:
     """How far the defaults lie above data parallel in a job that they are measured in."""
     defaults, done = _defaults()
     jobs = (*defaults.AS_SHIPPED, *defaults.OUTSIDE)
     (job,) = (
         each for each in jobs if (each.model, each.inner, each.groups) == (model, inner, groups)
     )
-    return defaults.above(job, done, defaults.CHOSEN)
+    return defaults.above(job, done, defaults.CHOSEN, without)
 
 
 def candidate(name: str, of_all: bool = False) -> Any:

@@ -244,8 +244,6 @@ SHOWN = (
     "4 groups of 8 samples, warm-up",
     "8 groups of 8 samples, warm-up",
     "2 groups, fp4",
-    "4 fragments, delay 2, H = 32",
-    "2 groups, H = 30, AdamW",
 )
 """What docs/learning.md has; claims.md has all of them."""
 
