@@ -53,7 +53,7 @@ def config(tmp_path):
 def test_three_lines_of_yaml_train_and_autoresume_goes_on(config, tmp_path):
     result = train_config(load_config(config))
     assert result["replica_id"] == "0"
-    assert (result["inner_steps"], result["outer_steps"]) == (110, 2)  # the last one at the end
+    assert (result["inner_steps"], result["outer_steps"]) == (110, 6)  # rounds of 20, and the end
     saving = ["autoresume=true", f"save_folder={tmp_path}/saved", "save_interval=50ba"]
     train_config(load_config(config, [*saving, "max_duration=50ba"]))
     assert train_config(load_config(config, saving)) == result
