@@ -18,7 +18,11 @@ TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
 TWO_SHORT = replace(TWO_MUON, early=5)
 
 TWO_DEFAULTS = replace(TWO_MUON, sync_every=6, rounds=((61, 30),))
-"""What configs/quickstart.yaml trains: nothing is set but ``sync_every: 30``."""
+"""Two groups in which nothing is set but ``sync_every: 30``."""
+
+DATA_PARALLEL_COMPOSER = replace(DATA_PARALLEL_MUON, lag=1)
+QUICKSTART = replace(TWO_DEFAULTS, lag=1)
+"""What configs/quickstart.yaml trains, to the last bit, and what it is compared with."""
 
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
 """Two groups with rounds of 15 and twice as many inner steps as in the other arms."""
@@ -109,6 +113,12 @@ FIRST_ARMS = (
     Arm("2 groups, H = 15, warm-up", replace(TWO_SHORT, sync_every=15)),
     Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15)),
     Arm("2 groups, H = 30, the defaults", TWO_DEFAULTS),
+    Arm(
+        "2 groups, H = 30, the defaults, the quickstart's rate",
+        QUICKSTART,
+        DATA_PARALLEL_COMPOSER,
+        "data parallel at that rate",
+    ),
     Arm("2 groups, H = 30", TWO_MUON),
 )
 

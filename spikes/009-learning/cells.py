@@ -57,6 +57,8 @@ class Cell:
         slow: If not 0, Muon's step is a mix of its momentum, in this share, and of the gradient.
         curve: After each so many steps the held-out loss is evaluated, and not only at the end.
             They are steps of a sync, so that the model holds the global weights. 0: never.
+        lag: How many steps the learning rate is behind. 1 under Composer's Trainer, which sets the
+            rate of a step by the time before the step that it follows (0.32.1, trainer.py).
     """
 
     groups: int = 0
@@ -89,6 +91,7 @@ class Cell:
     periods: tuple[int, ...] = ()
     slow: float = 0.0
     curve: int = 0
+    lag: int = 0
 
     def __post_init__(self) -> None:
         for name in ("step_times", "batches", "periods"):  # JSON has lists

@@ -18,6 +18,7 @@ from arms import (
     DATA_PARALLEL,
     DATA_PARALLEL_32,
     DATA_PARALLEL_64,
+    DATA_PARALLEL_COMPOSER,
     DATA_PARALLEL_LONG,
     DATA_PARALLEL_MUON,
     EIGHT_MUON,
@@ -32,6 +33,7 @@ from arms import (
     LAST_ARMS,
     LONG_ARMS,
     MANY_ARMS,
+    QUICKSTART,
     SECOND_ARMS,
     SIX_OF_EIGHT,
     SIX_OF_TWO,
@@ -111,7 +113,8 @@ def _base() -> Iterator[Cell]:
 def _quickstart() -> Iterator[Cell]:
     """The training of the quickstart, on the first five seeds of the claims."""
     for seed in CLAIM_SEEDS[:5]:
-        yield TWO_DEFAULTS.with_seed(seed)
+        for cell in (DATA_PARALLEL_COMPOSER, QUICKSTART, TWO_DEFAULTS):
+            yield cell.with_seed(seed)
 
 
 def _muon_lr_look() -> Iterator[Cell]:

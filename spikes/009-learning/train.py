@@ -188,7 +188,9 @@ def _steps(
     for group in inner.param_groups:
         group.setdefault("initial_lr", group["lr"])
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        inner, lambda step: _decay(step, steps, cell.final_lr), last_epoch=done - 1
+        inner,
+        lambda step: _decay(max(0, step - cell.lag), steps, cell.final_lr),
+        last_epoch=done - 1,
     )
     batches = _batches(cell, rank, groups)
     for _ in range(done):
