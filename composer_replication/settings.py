@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Literal, cast, get_args
 
 from composer_replication.arguments import (
@@ -128,9 +129,7 @@ class DiLoCoSettings:
         self._choose()
         check_choice("weight_by", self.weight_by, get_args(WeightBy))
         check_choice("sync_buffers", self.sync_buffers, get_args(SyncBuffers))
-        if self.wire_format not in WIRE_FORMATS:
-            formats = ", ".join(WIRE_FORMATS)
-            raise ValueError(f"wire_format={self.wire_format!r}: use one of {formats}")
+        check_choice("wire_format", self.wire_format, WIRE_FORMATS)
         self._check_schedule()
 
     def __str__(self) -> str:
@@ -151,15 +150,10 @@ class DiLoCoSettings:
                     f"schedule[{number}]: sync_every={row['sync_every']} with "
                     f"round_seconds={self.round_seconds}: rounds are a time there, use one of both"
                 )
-            try:
-                check_fits(row["sync_every"], count, delay)
-            except ValueError as error:
-                raise ValueError(f"schedule[{number}]: {error}") from None
-        if self.round_seconds is None:
-            return
-        if self.round_seconds != AUTO:
+            check_fits(row["sync_every"], count, delay, f"schedule[{number}]: ")
+        if self.round_seconds not in (None, AUTO):
             check_number("round_seconds", self.round_seconds, 1e-3, math.inf, alternative=AUTO)
-        if self.weight_by == "uniform":
+        if self.round_seconds is not None and self.weight_by == "uniform":
             raise ValueError(
                 f"round_seconds={self.round_seconds} with weight_by=uniform: groups that train "
                 "less than others would count as much, use weight_by=steps, samples or tokens"
@@ -252,7 +246,8 @@ class DiLoCoSettings:
         if inner_steps is None or self.round_seconds is not None or self.changes_outer_numbers:
             return ""
         needed = round(ROUNDS_FOR_MOMENTUM / (1 - self.outer_momentum))
-        rounds = self._rounds_in(inner_steps, needed)
+        ends = accumulate(map(self.steps_between_syncs, range(1, needed * self.fragment_count + 1)))
+        rounds = sum(end <= inner_steps for end in ends) // self.fragment_count
         if self.outer_momentum <= OUTER_MOMENTUM or rounds >= needed:
             return ""
         return (
@@ -260,16 +255,6 @@ class DiLoCoSettings:
             f"this training has {rounds} at most: use outer_momentum={OUTER_MOMENTUM}, or a "
             "smaller sync_every"
         )
-
-    def _rounds_in(self, inner_steps: int, most: int) -> int:
-        """The rounds in so many inner steps; ``most`` if there are as many."""
-        outer_steps = 0
-        while outer_steps < most * self.fragment_count:
-            inner_steps -= self.steps_between_syncs(outer_steps + 1)
-            if inner_steps < 0:
-                break
-            outer_steps += 1
-        return outer_steps // self.fragment_count
 
     @property
     def keeps_residual(self) -> bool:
@@ -312,8 +297,9 @@ class DiLoCoSettings:
                 for entry in self.fragment_patterns
             ]
         if self.weight_by != "uniform":
-            for each in (agreed, *(agreed["schedule"])):
+            for each in (agreed, *agreed["schedule"]):
                 each.pop("sync_every", None)
+            agreed["schedule"] = [row for row in agreed["schedule"] if len(row) > 1]
         return agreed
 
 
@@ -346,16 +332,14 @@ def check_rows(schedule: object) -> Rows:
         raise ValueError(f"schedule={schedule!r}: give a list of rows such as {_FORM}, or []")
     if len(schedule) > MAX_ROWS:
         raise ValueError(f"schedule has {len(schedule)} rows: use at most {MAX_ROWS}")
-    rows: list[Mapping[str, Any]] = []
-    for number, row in enumerate(schedule):
-        rows.append(_check_row(f"schedule[{number}]", row))
-        before = rows[-2]["outer_step"] if len(rows) > 1 else 0
-        if rows[-1]["outer_step"] <= before:
+    rows = tuple(_check_row(f"schedule[{number}]", row) for number, row in enumerate(schedule))
+    for number, (one, other) in enumerate(pairwise(row["outer_step"] for row in rows), 1):
+        if other <= one:
             raise ValueError(
-                f"schedule[{number}]: outer_step={rows[-1]['outer_step']} does not come after "
-                f"{before}: put the rows in ascending order, one for each outer step"
+                f"schedule[{number}]: outer_step={other} does not come after {one}: put the rows "
+                "in ascending order, one for each outer step"
             )
-    return tuple(rows)
+    return rows
 
 
 def _check_row(where: str, row: object) -> Mapping[str, Any]:
@@ -399,10 +383,16 @@ def value_at(rows: Rows, key: str, outer_step: int, otherwise: Any) -> Any:
     return [otherwise, *in_force][-1]
 
 
-def check_fits(sync_every: int, num_fragments: int, fragment_sync_delay: int) -> None:
+def check_fits(sync_every: int, num_fragments: int, delay: int, where: str = "") -> None:
     """Check that every fragment gets its turn in a round, and that its sync ends within the turn.
 
     One fragment is in flight at a time (torchft ``local_sgd.py``, ``DiLoCo.__init__``).
+
+    Args:
+        sync_every: The setting, as the next one.
+        num_fragments: How many there are.
+        delay: ``fragment_sync_delay``.
+        where: What an error begins with.
 
     Raises:
         ValueError: The rounds cannot be divided among the fragments, or the delay is too long.
@@ -411,15 +401,16 @@ def check_fits(sync_every: int, num_fragments: int, fragment_sync_delay: int) ->
         below = sync_every - sync_every % num_fragments
         fits = f"{below} or {below + num_fragments}" if below else f"{num_fragments}"
         raise ValueError(
-            f"sync_every={sync_every} is not divisible by num_fragments={num_fragments}: use {fits}"
+            f"{where}sync_every={sync_every} is not divisible by num_fragments={num_fragments}: "
+            f"use {fits}"
         )
     between = sync_every // num_fragments
-    if fragment_sync_delay >= between:
+    if delay >= between:
         fits = (p for p in range(num_fragments - 1, 0, -1) if not sync_every % p)
-        fewer = next((p for p in fits if fragment_sync_delay < sync_every // p), None)
+        fewer = next((p for p in fits if delay < sync_every // p), None)
         others = f", or num_fragments={fewer}" if fewer else ""
         raise ValueError(
-            f"fragment_sync_delay={fragment_sync_delay} is not below sync_every / num_fragments = "
+            f"{where}fragment_sync_delay={delay} is not below sync_every / num_fragments = "
             f"{sync_every} / {num_fragments} = {between}, and one fragment is in flight at a time: "
             f"use at most {between - 1}{others}"
         )

@@ -29,7 +29,7 @@ PLAN = "plan --step-time 1 --groups 2 --params"
 COMMANDS = [
     # Values and keys of a config.
     ("train tiny.yaml callbacks.diloco.sync_evry=30", "has no 'sync_evry': did you mean 'sync_ev"),
-    ("train tiny.yaml callbacks.diloco.wire_format=int4", "wire_format='int4': use one of float32"),
+    ("train tiny.yaml callbacks.diloco.wire_format=int4", "wire_format='int4': use float32 or"),
     ("train tiny.yaml callbacks.diloco.sync_every=30 callbacks.diloco.num_fragments=4",
      "sync_every=30 is not divisible by num_fragments=4: use 28 or 32"),
     ("train tiny.yaml callbacks.diloco.sync_every=thirty", "sync_every='thirty': use an integer"),

@@ -75,8 +75,7 @@ class RunInfo:
         run = asdict(self.settings) | options
         mine = asdict(pick(DiLoCoSettings, named))
         mine |= {name: named.get(name) or value for name, value in options.items()}
-        given = [name for name, value in named.items() if value is not None]
-        if names := [name for name in differing(mine, run) if name in given]:
+        if names := [name for name in differing(mine, run) if named.get(name) is not None]:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "
                 f"{self.settings_source}), and this group's config has others; leave them out, or "

@@ -120,7 +120,9 @@ def test_alpha_follows_the_delay_unless_it_is_named(given, alpha, discards):
 
 def test_the_fingerprint_leaves_out_what_may_differ():
     assert {"sync_every", "sync_buffers", "wire_format"} <= DiLoCoSettings().fingerprint().keys()
-    assert "sync_every" not in DiLoCoSettings(weight_by="steps").fingerprint()
+    # Groups may take unequal numbers of steps then, with and without short rounds first.
+    unequal = [DiLoCoSettings(weight_by="steps", sync_every=n).fingerprint() for n in (10, 100)]
+    assert unequal[0] == unequal[1] and "sync_every" not in unequal[0]
     assert "max_sync_retries" not in DiLoCoSettings().fingerprint()
     one = DiLoCoSettings(sync_every=2, fragment_patterns=["a*", ["*"]])
     other = DiLoCoSettings(sync_every=2, fragment_patterns=(("a*",), "*"))
