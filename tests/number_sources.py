@@ -180,7 +180,8 @@ def _study(cell: Mapping[str, Any], counts: Callable[[int], bool]) -> list[float
 
 
 def _is_like(cell: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    wanted = {"curve": 0, **wanted}  # the same training, evaluated along the run, is there twice
+    # The same training is there again, evaluated along the run, and with Composer's rate.
+    wanted = {"curve": 0, "lag": 0, **wanted}
     return all(cell.get(name, 0) == value for name, value in wanted.items())
 
 

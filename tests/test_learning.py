@@ -3,6 +3,7 @@
 The study's own tests are beside it, in ``spikes/009-learning``.
 """
 
+import json
 import re
 
 import pytest
@@ -37,8 +38,10 @@ def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_par
     config, done = load_config(FOLDER.parents[1] / "configs" / "quickstart.yaml"), study.read()
     seed = config["seed"]
     assert config["train_loader"]["seed"] == seed
-    base, own = (cell.with_seed(seed) for cell in (arms.DATA_PARALLEL_MUON, arms.TWO_DEFAULTS))
+    base, own = (cell.with_seed(seed) for cell in (arms.DATA_PARALLEL_COMPOSER, arms.QUICKSTART))
     assert config["reference"]["data_parallel_bits_per_byte"] == round(done[base.key]["bits"], 3)
+    its = json.loads((FOLDER.parents[1] / "benchmarks/measured/quickstart.json").read_text())
+    assert its["heldout_bits_per_byte"]["diloco"] == round(done[own.key]["bits"], 3)
     assert {line["text"] for line in done.values()} == {config["reference"]["text"]}
     assert config["reference"]["tokens"] == base.steps * base.batch * 128
     own_settings, optimizer = config["callbacks"]["diloco"], config["optimizer"]

@@ -114,10 +114,10 @@ FIRST_ARMS = (
     Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15)),
     Arm("2 groups, H = 30, the defaults", TWO_DEFAULTS),
     Arm(
-        "2 groups, H = 30, the defaults, the quickstart's rate",
+        "2 groups, H = 30, the quickstart",
         QUICKSTART,
         DATA_PARALLEL_COMPOSER,
-        "data parallel at that rate",
+        "data parallel, its rate",
     ),
     Arm("2 groups, H = 30", TWO_MUON),
 )
@@ -243,7 +243,7 @@ ARMS = (
 
 SHOWN = (
     "data parallel",
-    "2 groups, H = 30, the defaults",
+    "2 groups, H = 30, the quickstart",
     "2 groups, H = 30, warm-up",
     "2 groups, H = 30, warm-up, 3,600 steps",
     "2 groups, H = 100, warm-up, 6,000 steps",
