@@ -60,7 +60,7 @@ chaos: $(VENV)/.installed-dev
 # On a machine with a GPU; PYTHON_GPU is one that has torch for it, ours by default.
 PYTHON_GPU ?= $(BIN)/python
 gpu-check: $(if $(findstring $(BIN),$(PYTHON_GPU)),$(VENV)/.installed-dev)
-	$(PYTHON_GPU) -m pytest tests/test_gpu.py -rs
+	$(PYTHON_GPU) -m pytest tests/test_gpu.py tests/composer_parts/test_on_gpu.py -rs
 	$(PYTHON_GPU) benchmarks/gpu_check.py
 
 lint: $(VENV)/.installed-dev

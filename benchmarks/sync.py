@@ -2,7 +2,7 @@
 
     python benchmarks/sync.py [--quick] [--json OUT] [--params 100e6] [--tensors 147] [--groups 2]
                               [--wire-format int8] [--device cuda] [--dtype bfloat16]
-                              [--backend nccl]
+                              [--backup-device cuda] [--backend nccl]
 
 Replica groups of one process each on this machine, over gloo and loopback; an inner step does
 nothing, so that what is left is the sync. In one run, taking turns, the slowest process of each
@@ -132,6 +132,7 @@ def measure(
         num_replicas=arguments.groups,
         wire_format=arguments.wire_format,
         message_device=message_device,
+        backup_device=arguments.backup_device,
     )
     stock_inner = Still(stock_model.parameters())
     outer = torch.optim.SGD(stock_model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("--wire-format", choices=WIRE_FORMATS, default=WIRE_FORMATS[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
+    parser.add_argument("--backup-device", help="of the global parameters; default: the host")
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     if arguments.quick:

@@ -3,6 +3,7 @@
 Where there is none, ``test_stand_in_device.py`` runs all but NCCL on what stands in for one.
 """
 
+import multiprocessing
 import os
 from functools import partial
 
@@ -196,3 +197,38 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
     take_steps(plain, adamw(plain.parameters()), range(24))
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (mine - theirs).abs().max() < 1e-6
+
+
+def over_nccl(replica_id, address, settings, found):
+    """One of two groups that share a GPU; NCCL takes each for a host of its own, as it has to."""
+    os.environ |= {"NCCL_HOSTID": f"group-{replica_id}", "NCCL_SOCKET_IFNAME": "lo"}
+    manager = make_manager(
+        replica_id=replica_id, lighthouse_addr=address, min_replica_size=2, backend="nccl"
+    )
+    with torch.cuda.device(0):
+        found.put((replica_id, train(SimulatedReplica(replica_id, 2, manager), **settings)[0]))
+    manager.shutdown()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
+@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
+def test_two_groups_over_nccl_have_the_bits_of_simulated_ones(wire_format):
+    settings = IN_FLIGHT | {"wire_format": wire_format, "message_device": DEVICE}
+    lighthouse = start_lighthouse(min_replicas=2)
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    groups = [
+        context.Process(target=over_nccl, args=(i, lighthouse.address(), settings, queue))
+        for i in range(2)
+    ]
+    for group in groups:
+        group.start()
+    try:
+        found = dict(queue.get(timeout=60) for _ in groups)
+    finally:
+        for group in groups:
+            group.join(5)
+            group.kill()
+        lighthouse.shutdown()
+    simulated = [digests for digests, *_ in simulate(partial(train, **settings), num_replicas=2)]
+    assert [found[0], found[1]] == simulated and len(set(simulated[0])) == 4

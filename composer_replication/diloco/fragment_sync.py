@@ -200,6 +200,9 @@ class FragmentSync:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
 
     def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
+        if theta.device == local.device != into.device:
+            into.copy_(self._landing(theta, into).copy_(pseudo_gradient(theta, local)))
+            return
         if local.device != into.device:
             local = self._landing(local, into).copy_(local)
         # A non-blocking copy to a CPU could be read before it has arrived.
@@ -300,12 +303,12 @@ class FragmentSync:
         """The local parameters and buffers, as this rank holds them; not copies."""
         return [local_tensor(tensor) for tensor in self._local]
 
-    def _landing(self, local: Tensor, into: Tensor) -> Tensor:
-        """Return host memory to copy local parameters of an accelerator to."""
+    def _landing(self, source: Tensor, into: Tensor) -> Tensor:
+        """Return host memory to copy a tensor of an accelerator to."""
         if self._staging is None:
             return into
-        staging = self._staging.view(local.dtype)
-        return staging[: local.numel()] if local.numel() <= staging.numel() else into
+        staging = self._staging.view(source.dtype)
+        return staging[: source.numel()] if source.numel() <= staging.numel() else into
 
     @property
     def _write_back_alpha(self) -> float:

@@ -179,6 +179,7 @@ class GlobalParameters:
                 momenta += (self.shards.own_part(torch.dot(m, m), index) for m in momentum)
                 if own is not None:
                     _mix(own, part.view(own.shape), 0.0 if index in frozen else alpha)
+        self._await_copies()
         self._momentum_norm = _root(momenta) if step.momentum else None
         return StepNorms.of_parts(_root(stepped) / mean.divisor, _root(still) / mean.divisor)
 
@@ -220,6 +221,12 @@ class GlobalParameters:
         pairs = zip(self.local.values(), whole, strict=True)
         for index, (parameter, theta) in enumerate(pairs):
             _mix(local_tensor(parameter), theta, 0.0 if index in frozen else alpha)
+        self._await_copies()
+
+    def _await_copies(self) -> None:
+        """Wait until an accelerator has read the global parameters, which may change after that."""
+        if torch.accelerator.is_available():
+            torch.accelerator.current_stream().synchronize()
 
     def _gather(self, mean: WeightedMean) -> list[Tensor]:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
@@ -366,7 +373,8 @@ def _root(squares: list[Tensor]) -> float:
 
 def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
     if alpha == 0.0:  # not lerp: 0 * nan is nan, so a replica with NaN would never recover
-        local.copy_(theta)
+        # ``_await_copies`` waits. A non-blocking copy to a CPU could be read before it has arrived.
+        local.copy_(theta, non_blocking=local.device.type != "cpu")
     else:
         local.copy_(theta.to(local.device).lerp(local.float(), alpha))
 

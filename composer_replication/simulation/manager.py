@@ -237,6 +237,10 @@ class SimulatedManager:
                 return False
             with torch.no_grad():
                 result.copy_(combine(parts))
+            if sent.device.type != "cpu":
+                # The parts were allocated on their senders' streams. Once this thread drops them, a
+                # sender could write anew into memory that this thread's stream has yet to read.
+                torch.accelerator.synchronize()
             return True
 
         return SimulatedWork(finish)

@@ -1,7 +1,7 @@
 """Composer's algorithms, as rows of docs/composer.md."""
 
 from composer import algorithms as composer_algorithms
-from composer_parts.fits import NOT_TESTED, WITH_NOTE, WORKS, Part
+from composer_parts.fits import WITH_NOTE, WORKS, Part
 from composer_parts.models import LENGTH, binary_data, picture_data, text, text_data, untied_text
 
 
@@ -19,7 +19,7 @@ def algorithm(name, *args, status=WORKS, trainer=None, kwargs=None, **part):
 FOR_TEXT = {"model": text, "data": text_data, "needs": ["transformers"]}
 AVERAGES = {"status": WITH_NOTE, "averages": True, "changes": False}
 NEEDS_AMP = {
-    "status": NOT_TESTED,
+    "needs_gpu": True,
     "trainer": {"precision": "amp_bf16"},
     "error": "AMP_BF16 is not supported for CPU training",
 }

@@ -63,7 +63,7 @@ def exported(fit, alone):
     """The weights after the final sync, which are those that the fit leaves."""
     model = dict(torch.jit.load(fit.callback.save_path).named_parameters())
     assert model.keys() == fit.parameters.keys()
-    assert all(torch.equal(model[name], p) for name, p in fit.parameters.items())
+    assert all(torch.equal(model[name], p.cpu()) for name, p in fit.parameters.items())
 
 
 class Shown(LoggerDestination):
@@ -99,7 +99,7 @@ def evaluating():
     return {"eval_dataloader": image_data(99), "eval_interval": "2ba"}
 
 
-NEEDS_A_GPU = {"status": NOT_TESTED, "error": "only works on CUDA devices"}
+NEEDS_A_GPU = {"needs_gpu": True, "error": "only works on CUDA devices"}
 # An evaluation draws random numbers under Composer alone, and under DiLoCo puts them back.
 STOPS = {"status": WITH_NOTE, "trainer": evaluating, "model": steady}
 
@@ -152,7 +152,7 @@ CALLBACKS = dict(
         ),
         callback("LoadCheckpoint", "ba5.pt", status=WITH_NOTE, model=steady),
         callback("MLPerfCallback", ".", 0, status=NOT_TESTED, error="mlperf"),
-        callback("MemoryMonitor", **NEEDS_A_GPU),
+        callback("MemoryMonitor", did=logs("memory/"), **NEEDS_A_GPU),
         callback("MemorySnapshot", **NEEDS_A_GPU),
         callback("NaNMonitor"),
         callback("OOMObserver", **NEEDS_A_GPU),

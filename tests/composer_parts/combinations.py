@@ -11,7 +11,7 @@ from composer.optim import (
     DecoupledSGDW,
 )
 from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
-from composer_parts.fits import NOT_TESTED, REJECTED, WITH_NOTE, Part
+from composer_parts.fits import NOT_TESTED, REJECTED, WITH_NOTE, WORKS, Part
 from composer_parts.models import image_data, small, steady
 
 
@@ -41,8 +41,8 @@ def traced(fit, alone):
     assert list(Path("group0/traces").iterdir()) and list(Path("group0/torch").iterdir())
 
 
-def needs_a_gpu(error, **arguments):
-    return part(arguments, status=NOT_TESTED, error=error)
+def needs_a_gpu(error, status=WORKS, **arguments):
+    return part(arguments, status=status, needs_gpu=True, error=error)
 
 
 def fits(trainer: Trainer):
@@ -92,8 +92,12 @@ COMBINATIONS = {
         device_train_microbatch_size="auto",
     ),
     "`precision: amp_bf16`": needs_a_gpu("not supported for CPU training", precision="amp_bf16"),
-    "`precision: amp_fp16`": needs_a_gpu("not supported for CPU training", precision="amp_fp16"),
-    "`precision: amp_fp8`": needs_a_gpu("not supported for CPU training", precision="amp_fp8"),
+    "`precision: amp_fp16`": needs_a_gpu(
+        "not supported for CPU training", WITH_NOTE, precision="amp_fp16"
+    ),
+    "`precision: amp_fp8`": needs_a_gpu(
+        "not supported for CPU training", NOT_TESTED, precision="amp_fp8"
+    ),
     "torch.compile (`compile_config`)": part(
         {"compile_config": {"backend": "aot_eager"}}, model=small
     ),

@@ -30,6 +30,7 @@ class Part:
         model: Builds the model, from a seed.
         data: Builds the loader, from a seed.
         needs: The packages without which it is skipped.
+        needs_gpu: Whether it is tried on a GPU alone (``test_on_gpu.py``).
         error: What a refusal says, or why it cannot be tried on a CPU.
         averages: The weights after the fit are an average, so that losses alone are compared.
         changes: Whether the fit ends on other parameters than without the part.
@@ -43,6 +44,7 @@ class Part:
     model: Callable[[int], Any] = images
     data: Callable[[int], Any] = image_data
     needs: Sequence[str] = ()
+    needs_gpu: bool = False
     error: str = ""
     averages: bool = False
     changes: bool = False

@@ -56,7 +56,8 @@ class Int8(WireFormat):
     def encode(self, values: Tensor, into: Tensor) -> None:
         scales, codes = self._split(into)
         blocks = values.view(-1, self._block)
-        scale = blocks.abs().amax(1, keepdim=True).div_(127.0).clamp_(min=SMALLEST)
+        largest = blocks.abs().amax(1, keepdim=True)
+        scale = divided(largest, 127.0).clamp_(min=SMALLEST)
         scales.copy_(scale.view(-1))
         codes.copy_(blocks.div(scale).round_().view(-1))
 
@@ -94,7 +95,7 @@ class Fp4(WireFormat):
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(encoded)
-        factors = self._as_scale(scales, head) / self._largest
+        factors = divided(self._as_scale(scales, head), self._largest)
         low, high = into.view(2, -1)
         low.copy_((codes << 4) >> 4)  # with its sign
         high.copy_(codes >> 4)
@@ -117,6 +118,14 @@ class Fp4(WireFormat):
         blocks = (encoded.numel() - self._header) // (self._block // 2 + 1)
         head, rest = encoded[: self._header].view(torch.int32), encoded[self._header :]
         return head, rest[:blocks], rest[blocks:].view(torch.int8)
+
+
+def divided(values: Tensor, by: float) -> Tensor:
+    """Return the quotients, in the same bits on every device.
+
+    By a Python number a CUDA device multiplies with the reciprocal, which rounds twice.
+    """
+    return values / values.new_full((), by)
 
 
 def make_wire_format(name: str) -> WireFormat:
