@@ -242,6 +242,20 @@ def _donated() -> Iterator[Cell]:
         yield CHANGING_DONATED.with_seed(seed)
 
 
+def _four_look() -> Iterator[Cell]:
+    """What brings four groups closer to data parallel in rounds of ten, on a tuning seed."""
+    ten = replace(FOUR_SHORT, sync_every=10)
+    yield ten
+    yield replace(ten, momentum=0.98)
+    yield replace(ten, sync_every=5)
+    yield replace(ten, outer_lr=0.9, outer_momentum=0.3)
+    yield replace(ten, lr=1.6e-2)
+    yield replace(ten, beta2=0.98)
+    yield replace(ten, sync_every=5, momentum=0.98)
+    yield replace(ten, momentum=0.97)
+    yield replace(DATA_PARALLEL_MUON, momentum=0.98)
+
+
 def _six_groups() -> Iterator[Cell]:
     """As many samples as eight, four and eight groups, which the other study trains."""
     for seed in CLAIM_SEEDS[:5]:
@@ -320,6 +334,7 @@ STAGES = {
     "many groups": _many_groups,
     "long": _long,
     "changing groups": _changing_groups,
+    "four look": _four_look,
     "six groups": _six_groups,
     "changing groups of eight": _changing_groups_of_eight,
     "changing batch": _changing_batch,
