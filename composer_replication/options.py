@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 TOKEN = "COMPOSER_REPLICATION_TOKEN"
 NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
 HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
+BACKEND = "COMPOSER_REPLICATION_BACKEND"
 
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
 """The fix if a job of several groups was started as a plain program."""
@@ -127,7 +128,8 @@ class ManagerOptions(WaitOptions):
             ``COMPOSER_REPLICATION_HOSTNAME``, else the address from which this machine reaches the
             lighthouse; if that is a loopback address, its host name and every interface.
         backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
-            ``gloo`` through host memory. None: nccl if the model is on a GPU, else gloo.
+            ``gloo`` through host memory. None: ``COMPOSER_REPLICATION_BACKEND``, else nccl if the
+            model is on a GPU, else gloo.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -212,6 +214,8 @@ class ReplicaEnv:
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
+    | ``COMPOSER_REPLICATION_BACKEND`` | ``gloo`` or ``nccl``; gloo under ``launch`` if groups share
+      a GPU, which NCCL refuses |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being
@@ -229,6 +233,7 @@ class ReplicaEnv:
     coordinator_addr: str | None = None
     hang_timeout_s: float | None = None
     hostname: str | None = None
+    backend: str | None = None
     no_token: bool = False
 
     @property
@@ -262,6 +267,7 @@ class ReplicaEnv:
             coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
             hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
             hostname=environ.get(HOSTNAME) or None,
+            backend=environ.get(BACKEND) or None,
             no_token=environ.get(NO_TOKEN) == "1",
         )
 

@@ -115,6 +115,8 @@ def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is
 def test_the_environment_is_checked_like_an_argument():
     with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
         ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
+    with pytest.raises(ValueError, match="backend='mpi': use .*gloo"):
+        ReplicaOptions().with_environment({"COMPOSER_REPLICATION_BACKEND": "mpi"})
 
 
 SECONDS = ("start_timeout_s", "timeout", "give_up_after_s")
