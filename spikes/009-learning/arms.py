@@ -250,7 +250,6 @@ SHOWN = (
     "2 groups, H = 30, the quickstart",
     "2 groups, H = 30, warm-up",
     "2 groups, H = 30, warm-up, 3,600 steps",
-    "2 groups, H = 100, warm-up, 6,000 steps",
     "4 groups, H = 30, warm-up, inner lr 0.012",
     "8 groups, H = 30, warm-up, inner lr 0.012",
     "4 groups, H = 10, warm-up, inner lr 0.012",
