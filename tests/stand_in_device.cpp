@@ -28,20 +28,20 @@ const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 // ---- memory ---------------------------------------------------------------------------------
 
-std::recursive_mutex lock;
+std::mutex memory_lock;  // nothing else is waited for under it
 std::map<uintptr_t, size_t> pinned;
 std::map<uintptr_t, size_t> on_device;
 std::atomic<int64_t> allocated{0}, peak{0};
 
 void* take(std::map<uintptr_t, size_t>& blocks, size_t size) {
   void* block = aligned_alloc(64, (size + 63) / 64 * 64);
-  std::lock_guard<std::recursive_mutex> guard(lock);
+  std::lock_guard<std::mutex> guard(memory_lock);
   blocks[reinterpret_cast<uintptr_t>(block)] = size;
   return block;
 }
 
 size_t give_back(std::map<uintptr_t, size_t>& blocks, void* block) {
-  std::lock_guard<std::recursive_mutex> guard(lock);
+  std::lock_guard<std::mutex> guard(memory_lock);
   auto place = blocks.find(reinterpret_cast<uintptr_t>(block));
   size_t size = place->second;
   blocks.erase(place);
@@ -58,7 +58,7 @@ void free_pinned(void* block) {
 }
 
 bool is_pinned(const void* data) {
-  std::lock_guard<std::recursive_mutex> guard(lock);
+  std::lock_guard<std::mutex> guard(memory_lock);
   auto after = pinned.upper_bound(reinterpret_cast<uintptr_t>(data));
   if (after == pinned.begin()) return false;
   --after;
@@ -112,11 +112,13 @@ Tensor moved_here(const Tensor& tensor) {
 struct Late {
   Tensor from, to, owner;
 };
+std::recursive_mutex lock;
 std::vector<Late> to_host, to_device;
 
 void arrive(std::vector<Late>& copies) {
+  std::vector<Late> due;  // its end waits for Python's lock, so it comes after that of the guard
   std::lock_guard<std::recursive_mutex> guard(lock);
-  auto due = std::move(copies);
+  due = std::move(copies);
   copies.clear();
   for (auto& copy : due) copy.to.copy_(copy.from);
 }
