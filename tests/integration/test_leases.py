@@ -105,7 +105,7 @@ class LeaseRun(Run):
         """Whether all have ended well."""
         for replica_id, group in list(self.groups.items()):
             codes = set(group.statuses())
-            if codes - {None, 0}:
+            if None not in codes and codes != {0}:  # all its ranks have ended
                 # A joiner that cannot connect twice, between two deaths, leaves with status 1.
                 self.num_left += codes == {1}
                 assert codes in ({-signal.SIGKILL}, {1}), f"group {replica_id}: {codes}"
