@@ -99,6 +99,11 @@ class Unsynced:
         """Whether this group has something to send that is not in the global parameters yet."""
         return self.inner_steps > 0 or self.replaces_global
 
+    @property
+    def has_more_than_unsent(self) -> bool:
+        """Whether inner steps have followed those that ``unsent`` will bring to the others."""
+        return self.unsent is not None and self.inner_steps > self.unsent.inner_steps
+
 
 class FragmentSync:
     """Synchronises one fragment.

@@ -123,13 +123,18 @@ class OuterLoop:
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 self.in_flight.abandon()
                 return
-            others = (each for each in self.fragments if each is not self.in_flight)
-            table = self.peer_table
-            table.has_more = table.is_training or any(each.unsynced.has_more for each in others)
+            self.peer_table.has_more = self.peer_table.is_training or self._leaves_steps()
             self.in_flight.prepare_sync()
         except BaseException as error:
             self._report(error)
             raise
+
+    def _leaves_steps(self) -> bool:
+        """Whether inner steps remain to be sent after the fragment that is sent next."""
+        return any(
+            each.unsynced.has_more_than_unsent if each is self.in_flight else each.unsynced.has_more
+            for each in self.fragments
+        )
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
