@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from torchft.utils import get_stream_context
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.averaging.weighted_mean import CHUNK
+from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
@@ -23,6 +25,8 @@ from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.settings import DiLoCoSettings
+
+log = logging.getLogger(__name__)
 
 USUAL = 5
 """Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""
@@ -160,8 +164,7 @@ class FragmentSync:
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self._works: list[Any] = []
         self.unsynced = Unsynced()
-        self._copied: list[Tensor] | None = None
-        self._copies_first = True
+        self._buffers: list[Tensor] = []
         self._paces: deque[float] = deque(maxlen=USUAL)
         self.total_contribution = 0.0
         self.committed = False
@@ -190,17 +193,23 @@ class FragmentSync:
         self.globals.level_buffers()
         packed = self.unsynced.packed = self._to_pack()
         frozen, share = set(packed.frozen), self.globals.share
-        # An average is sent as it is, without the rounding errors of earlier syncs.
-        self.mean.forget_residual(None if packed.is_replacing else frozen)
         local = packed.local or self.local()
-        averaged, copied = self.globals.divide(local)
+        odd = self.globals.not_finite(local)
+        # An average is sent as it is, without the rounding errors of earlier syncs.
+        self.mean.forget_residual(None if packed.is_replacing else frozen | odd)
+        averaged, self._buffers = self.globals.divide(local)
         theta = (
             _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
             for index, part in enumerate(self.globals.own_parts())
         )
+        # A difference of two zeros: the mean of the other groups, or the first group's value.
+        theta = (torch.zeros_like(t) if index in odd else t for index, t in enumerate(theta))
+        averaged = [torch.zeros_like(t) if index in odd else t for index, t in enumerate(averaged)]
         contribution = packed.contribution(self._settings.weight_by)
         self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
-        self._copied = copied if self.mean.contribution else None
+        if odd and self.mean.contribution and (here := odd - self.globals.not_finite()):
+            names = [name for index, name in enumerate(self.globals.theta) if index in here]
+            log.warning("Not finite in this group, and left out: %s", listed(names))
         if not self._peer_table.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
 
@@ -222,12 +231,11 @@ class FragmentSync:
         samples = self._state.ledger.send(
             self.fragment_id, packed.position, self.mean.contribution > 0
         )
-        self._copies_first = True
         table = self._peer_table.send(
             self.mean, self._vitals(), samples, packed.is_replacing, self._leave_out
         )
         # Before the mean, since a quantized one starts collectives on a thread of its own.
-        means = self.globals.copied.send(self._manager, self.device, self._copied)
+        means = self.globals.copied.send(self._manager, self.device, self._buffers)
         if not gathers(self._manager):  # otherwise they are gathered once the table has arrived
             means += self.mean.send(self._manager)
         return [*means, table]
@@ -255,7 +263,6 @@ class FragmentSync:
             unsound = self.mean.find_unsound(manager, sound)
         found = (float(rank in unsound) for rank in range(manager.num_participants()))
         left_out = {rank for rank, part in enumerate(self.globals.mean_over_ranks(*found)) if part}
-        self._copies_first = 0 not in left_out  # all groups copy the buffers of the first group
         if not manager.errored():
             kept = {rank: group for rank, group in sound.items() if rank not in left_out}
             self.mean.sum_sound(manager, kept)
@@ -281,10 +288,14 @@ class FragmentSync:
         if self.total_contribution > 0.0:
             # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(table.synced_samples):
+                first = table.vitals.get(0)
+                if first is not None and first.contribution:  # all take over its buffers
+                    globals_.take_buffers(globals_.not_finite())
+                else:
+                    globals_.copied.write_back()
                 globals_.take_outer_step(
                     self.mean, self._write_back_alpha, replaces=table.is_replacing
                 )
-                globals_.copied.take() if self._copies_first else globals_.copied.write_back()
         elif not table.is_joining:
             # All groups were resuming: each continues in mid-round where it stopped.
             globals_.write_back(self._write_back_alpha)

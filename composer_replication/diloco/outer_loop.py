@@ -270,7 +270,7 @@ class OuterLoop:
             outer_momentum=outer.get("momentum", 0.0),
             global_digest=self.state.digest() if has_digest else None,
             equal_samples=self.peer_table.equal_samples,
-            **directions(self.peer_table.vitals, norms.mean),
+            **directions([*self.peer_table.vitals.values()], norms.mean),
         )
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
@@ -281,7 +281,7 @@ class OuterLoop:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
         self.peer_table.step_s = self.round_length.step_s
-        self.round_length.choose(self.peer_table.vitals)
+        self.round_length.choose([*self.peer_table.vitals.values()])
 
     @property
     def steps_before_sync(self) -> int:

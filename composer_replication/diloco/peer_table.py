@@ -169,7 +169,8 @@ class PeerTable:
         is_replacing: Whether a group of the last sync wants the mean of the local parameters as
             global ones.
         synced_samples: How far the groups of the last sync have read their sample streams.
-        vitals: Contribution, norm and pace of each group in the last sync.
+        vitals: Contribution, norm and pace of each group in the last sync, by rank in the quorum;
+            without the groups that it has left out.
         first_batches: Digests of this group's first batches; None after its first sync.
         equal_samples: The names of the groups whose first batches were found to be equal to this
             group's in the last sync, and its own; empty if there are none.
@@ -191,7 +192,7 @@ class PeerTable:
         self.step_s = math.nan
         self.is_over = self.are_all_joining = self.is_replacing = self.has_doubts = False
         self.synced_samples: list[SyncedSamples] = []
-        self.vitals: list[Vitals] = []
+        self.vitals: Mapping[int, Vitals] = {}
         self.first_batches: list[str] | None = []
         self.equal_samples: tuple[str, ...] = ()
 
@@ -265,9 +266,9 @@ class PeerTable:
         self.is_over = not any(row.has_more for row in rows.values())
         self.are_all_joining = all(row.is_joining for row in rows.values())
         self.is_replacing = any(row.is_replacing for row in rows.values())
-        kept = [row for rank, row in rows.items() if rank not in left_out]
-        self.synced_samples = [row.samples for row in kept]
-        self.vitals = [row.vitals for row in kept]
+        kept = {rank: row for rank, row in rows.items() if rank not in left_out}
+        self.synced_samples = [row.samples for row in kept.values()]
+        self.vitals = {rank: row.vitals for rank, row in kept.items()}
         self._find_equal_samples(rows)
         self._state.compare_next = self._state.was_healed = False
 
