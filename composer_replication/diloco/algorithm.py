@@ -255,23 +255,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         check_keeps_all_steps(self.settings)
         self._state.ledger.read_from(stream)
 
-    def make_local_global(self) -> None:
-        """Make the local parameters the global ones at the next sync of each fragment.
-
-        Call it in all groups after an average has replaced the local parameters, for example when
-        Composer's SWA loads its average into the model. The global parameters become the plain mean
-        of the local ones (outer learning rate 1, no momentum), and the outer momentum is reset. If
-        one group of a sync has called it, it holds for all of them.
-        """
-        self._outer.peer_table.is_over = False  # there is more to send, even after the last step
-        for fragment in self._outer.fragments:
-            fragment.unsynced.replaces_global = True
-
-    @property
-    def replaces_global(self) -> bool:
-        """Whether ``make_local_global`` still has to take effect in a fragment."""
-        return any(fragment.unsynced.replaces_global for fragment in self._outer.fragments)
-
     def _follow_schedule(self) -> None:
         """Set the inner steps until the next sync by the schedule, and by this group's pace."""
         self._sync_every = self._outer.steps_before_sync

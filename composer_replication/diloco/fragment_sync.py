@@ -40,8 +40,6 @@ class Packed:
         inner_steps: Inner steps since the fragment was last synchronised.
         samples: How many samples these steps have trained on; tokens with ``weight_by: tokens``.
         position: The position in the sample stream.
-        is_replacing: Whether the local parameters are to become the global ones, see
-            ``DiLoCo.make_local_global``.
         local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
             while the sync is in flight; None without a delay.
         frozen: The tensors that were frozen then, by index. A tensor that is frozen later, while
@@ -51,7 +49,6 @@ class Packed:
     inner_steps: int = 0
     samples: int = 0
     position: int = 0
-    is_replacing: bool = False
     local: list[Tensor] | None = None
     frozen: Sequence[int] = ()
 
@@ -65,7 +62,7 @@ class Packed:
             ValueError: The weight is a number of samples or tokens, and none were counted.
         """
         if not self.inner_steps:
-            return float(self.is_replacing)  # an average without inner steps after it counts as 1
+            return 0.0
         if weight_by in ("samples", "tokens") and not self.samples:
             raise ValueError(
                 f"weight_by={weight_by!r} but no {weight_by} were counted: call "
@@ -81,7 +78,6 @@ class Unsynced:
     Attributes:
         inner_steps: Inner steps since the last sync.
         samples: The samples or tokens of these steps.
-        replaces_global: Whether the next sync is to make the local parameters the global ones.
         packed: What the last pseudo-gradient was computed from.
         unsent: What was in flight in the checkpoint that this group resumes from, until it has been
             sent again; else None.
@@ -89,7 +85,6 @@ class Unsynced:
 
     inner_steps: int = 0
     samples: int = 0
-    replaces_global: bool = False
     packed: Packed = field(default_factory=Packed)
     unsent: Packed | None = None
 
@@ -101,7 +96,7 @@ class Unsynced:
     @property
     def has_more(self) -> bool:
         """Whether this group has something to send that is not in the global parameters yet."""
-        return self.inner_steps > 0 or self.replaces_global
+        return self.inner_steps > 0
 
     @property
     def has_more_than_unsent(self) -> bool:
@@ -195,8 +190,7 @@ class FragmentSync:
         frozen, share = set(packed.frozen), self.globals.share
         local = packed.local or self.local()
         odd = self.globals.not_finite(local)
-        # An average is sent as it is, without the rounding errors of earlier syncs.
-        self.mean.forget_residual(None if packed.is_replacing else frozen | odd)
+        self.mean.forget_residual(frozen | odd)
         averaged, self._buffers = self.globals.divide(local)
         theta = (
             _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
@@ -231,9 +225,7 @@ class FragmentSync:
         samples = self._state.ledger.send(
             self.fragment_id, packed.position, self.mean.contribution > 0
         )
-        table = self._peer_table.send(
-            self.mean, self._vitals(), samples, packed.is_replacing, self._leave_out
-        )
+        table = self._peer_table.send(self.mean, self._vitals(), samples, self._leave_out)
         # Before the mean, since a quantized one starts collectives on a thread of its own.
         means = self.globals.copied.send(self._manager, self.device, self._buffers)
         if not gathers(self._manager):  # otherwise they are gathered once the table has arrived
@@ -293,9 +285,7 @@ class FragmentSync:
                     globals_.take_buffers(globals_.not_finite())
                 else:
                     globals_.copied.write_back()
-                globals_.take_outer_step(
-                    self.mean, self._write_back_alpha, replaces=table.is_replacing
-                )
+                globals_.take_outer_step(self.mean, self._write_back_alpha)
         elif not table.is_joining:
             # All groups were resuming: each continues in mid-round where it stopped.
             globals_.write_back(self._write_back_alpha)
@@ -312,8 +302,8 @@ class FragmentSync:
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-        counted, replaces = (unsynced.inner_steps, unsynced.samples), unsynced.replaces_global
-        return Packed(*counted, position, replaces, kept, self.globals.frozen())
+        counted = unsynced.inner_steps, unsynced.samples
+        return Packed(*counted, position, kept, self.globals.frozen())
 
     def local(self) -> list[Tensor]:
         """The local parameters and buffers, as this rank holds them; not copies."""
@@ -330,8 +320,6 @@ class FragmentSync:
     def _write_back_alpha(self) -> float:
         if self._peer_table.is_joining:
             return 0.0
-        if self.unsynced.replaces_global and not self.unsynced.packed.is_replacing:
-            return 1.0  # an average has been put into the model since this sync was sent: keep it
         return self._settings.fragment_update_alpha
 
     # ---- between syncs ---------------------------------------------------------------------------
@@ -353,8 +341,6 @@ class FragmentSync:
             unsynced.samples -= packed.samples
         else:  # the steps taken while the sync was in flight are thrown away
             unsynced.inner_steps = unsynced.samples = 0
-        if packed.is_replacing or table.is_joining:
-            unsynced.replaces_global = False
         unsynced.unsent = None
 
     def take_global(self) -> None:

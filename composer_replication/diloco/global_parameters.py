@@ -99,9 +99,7 @@ class GlobalParameters:
     # ---- the outer step --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_outer_step(
-        self, mean: WeightedMean, alpha: float = 0.0, *, replaces: bool = False
-    ) -> None:
+    def take_outer_step(self, mean: WeightedMean, alpha: float = 0.0) -> None:
         """Move the global parameters by the mean pseudo-gradient, and write them into the model.
 
         Buffers become the mean of the local ones: global minus the mean of (global minus local). A
@@ -112,11 +110,8 @@ class GlobalParameters:
             mean: The mean after ``finish``, over the tensors in the order of ``theta``. Its memory
                 is overwritten.
             alpha: See ``write_back``.
-            replaces: Whether all tensors become the mean of the local ones, as buffers do, because
-                an average is to be global.
         """
-        taken = self.theta if replaces else self._buffers
-        plain = {index for index, name in enumerate(self.theta) if name in taken}
+        plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
         unmoved = self._unmoved(mean) - plain
         for index, theta in enumerate(self.theta.values()):
             # Old momentum would move the tensor once its pseudo-gradient is not 0 any more.

@@ -86,12 +86,7 @@ class OuterLoop:
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         if serve := getattr(manager, "serve_state", None):  # a ReplicaManager's
             serve(state)  # outside of quorums too
-        ask_to_gather(manager, self._wants_to_gather)
-
-    def _wants_to_gather(self) -> bool:
-        """Whether this group asks to gather messages: after a doubt, or for an exact average."""
-        replaces = any(fragment.unsynced.replaces_global for fragment in self.fragments)
-        return self._has_doubts or (replaces and self._settings.keeps_residual)
+        ask_to_gather(manager, lambda: self._has_doubts)
 
     def resume(self, inner_steps: int) -> None:
         """Continue the count of a checkpoint: inner steps of this group until then."""

@@ -14,7 +14,6 @@ def test_a_row_is_read_as_it_was_sent():
         has_more=True,
         is_joining=False,
         was_healed=True,
-        is_replacing=False,
         outer_step=2**40,
         vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**20, math.inf),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),

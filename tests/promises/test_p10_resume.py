@@ -234,23 +234,6 @@ def test_frozen_in_flight_stopped_there_and_resumed_is_bitwise_uninterrupted():
     assert run(2, partial(train, steps=range(7, 12)), own=own, **settings) == whole
 
 
-def test_an_average_that_is_to_be_global_is_remembered():
-    def begin(group):
-        group.step(*[1.0] * 4)
-        torch.nn.init.constant_(group.model.a, 5.0)
-        group.diloco.make_local_global()
-        return group.save()
-
-    def go_on(group):
-        assert group.diloco.replaces_global
-        group.step(1.0, 1.0)
-        return group.local, group.diloco.replaces_global
-
-    settings = {"model": partial(Constant, a=(2,)), "sync_every": 3}
-    (saved,) = run(1, begin, **settings)
-    assert run(1, go_on, saved=saved, **settings) == [([7.0], False)]
-
-
 def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):
     settings = {"sync_every": 2, "outer_lr": 0.5, "outer_momentum": 0.75}
     schedule = {"schedule": SCHEDULES["outer numbers"]}
