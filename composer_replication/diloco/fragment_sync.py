@@ -189,7 +189,8 @@ class FragmentSync:
         packed = self.unsynced.packed = self._to_pack()
         frozen, share = set(packed.frozen), self.globals.share
         local = packed.local or self.local()
-        odd = self.globals.not_finite(local)
+        odd_globally, odd_here = self.globals.not_finite(local)
+        odd = odd_globally | odd_here
         self.mean.forget_residual(frozen | odd)
         averaged, self._buffers = self.globals.divide(local)
         theta = (
@@ -201,8 +202,8 @@ class FragmentSync:
         averaged = [torch.zeros_like(t) if index in odd else t for index, t in enumerate(averaged)]
         contribution = packed.contribution(self._settings.weight_by)
         self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
-        if odd and self.mean.contribution and (here := odd - self.globals.not_finite()):
-            names = [name for index, name in enumerate(self.globals.theta) if index in here]
+        if self.mean.contribution and (odd_here - odd_globally):
+            names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
             log.warning("Not finite in this group, and left out: %s", listed(names))
         if not self._peer_table.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
@@ -282,7 +283,7 @@ class FragmentSync:
             with self._state.outer_step_of(table.synced_samples):
                 first = table.vitals.get(0)
                 if first is not None and first.contribution:  # all take over its buffers
-                    globals_.take_buffers(globals_.not_finite())
+                    globals_.take_buffers(globals_.not_finite()[0])
                 else:
                     globals_.copied.write_back()
                 globals_.take_outer_step(self.mean, self._write_back_alpha)

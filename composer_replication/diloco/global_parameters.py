@@ -223,7 +223,8 @@ class GlobalParameters:
     def _unmixed(self, alpha: float) -> set[int]:
         """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""
         local = [local_tensor(tensor) for tensor in self.local.values()]
-        return {*self.frozen(), *(self.not_finite(local) if alpha else ())}
+        odd = self.not_finite(local) if alpha else ()
+        return set(self.frozen()).union(*odd)
 
     def _await_copies(self) -> None:
         """Wait until an accelerator has read the global parameters, which may change after that."""
@@ -286,22 +287,30 @@ class GlobalParameters:
             return own
         return self.shards.whole(list(self.theta).index(name), own).view(self.shapes[name])
 
-    def not_finite(self, local: Sequence[Tensor] = ()) -> set[int]:
-        """The averaged buffers, by index, that are not finite globally, or in ``local``.
+    def not_finite(self, local: Sequence[Tensor] = ()) -> tuple[set[int], set[int]]:
+        """The averaged buffers, by index, that are not finite and so have no mean.
 
-        They have no mean. It is the same on all ranks of the group: a collective, if there are any.
+        It is the same on all ranks of the group: a collective, if there are such buffers.
 
         Args:
             local: The local tensors in the order of ``tensors``.
+
+        Returns:
+            Those that are not finite globally, and those that are not in ``local``.
         """
         buffers = self.averaged_buffers
+        odd = torch.zeros(2, len(buffers), dtype=torch.float64)
         if not buffers:
-            return set()
-        odd = torch.zeros(len(buffers), dtype=torch.float64)
-        for tensors in filter(None, ([*self.theta.values()], local)):
-            finite = torch.stack([tensors[index].isfinite().all() for index in buffers])
-            odd += finite.logical_not().cpu()
-        return {index for index, count in zip(buffers, self.share.sum(odd), strict=True) if count}
+            return set(), set()
+        for row, tensors in zip(odd, ([*self.theta.values()], local), strict=True):
+            if tensors:
+                finite = torch.stack([tensors[index].isfinite().all() for index in buffers])
+                row += finite.logical_not().cpu()
+        globally, locally = (
+            {index for index, count in zip(buffers, counts, strict=True) if count}
+            for counts in self.share.sum(odd).tolist()
+        )
+        return globally, locally
 
     @torch.no_grad()
     def take_buffers(self, averaged: Iterable[int]) -> None:
