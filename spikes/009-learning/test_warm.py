@@ -70,13 +70,19 @@ def test_the_most_telling_trainings_come_first_and_the_hours_end(load):
         done[cell.key] = {"cell": json.loads(cell.key), "bits": 2.0, "cpu_seconds": 1.0}
 
     wanted = list(warm.wanted(done, others))
-    assert len(set(wanted)) == len(wanted) and not others.keys() & {cell.key for cell in wanted}
-    # All of a row, then of the next one; then the eight jobs, whose references are known.
+    assert len(set(wanted)) == len(wanted)
+    assert {cell.model for cell in wanted if cell.key in others} == {"cnn"}
+    # All of a row, then of the next one; then the eight jobs. Two of them are on text, and have
+    # the reference and what ships; that of the pictures is from another processor.
     first = [warm.trainings(row, row.base)[name] for row in warm.ROWS for name in warm.NAMES]
     assert wanted[: len(first)] == first and {cell.seed for cell in first} == {1}
-    jobs = wanted[len(first) : len(first) + 8 * len(warm.NAMES[1:]) - 8]  # they have both of these
-    assert all(cell.groups or cell.alone_of for cell in jobs)
-    assert {cell.model for cell in jobs} == {"gpt", "gru", "cnn"}
+    counts = (len(first), 2 * len(warm.NAMES[2:]), 6 * len(warm.NAMES))
+    ends = itertools.accumulate(counts)
+    text, pictures = (wanted[one:other] for one, other in itertools.pairwise(ends))
+    assert all(cell.outer or cell.alone_of for cell in text)
+    assert {cell.model for cell in text} == {"gpt", "gru"}
+    assert {cell.model for cell in pictures} == {"cnn"}
+    assert {cell.key for cell in pictures} & others.keys()
     for cell in wanted[:3]:
         train(cell)
     assert list(warm.wanted(done, others)) == wanted[3:]
@@ -86,7 +92,7 @@ def test_the_most_telling_trainings_come_first_and_the_hours_end(load):
     rest = list(warm.wanted(done, others))
     assert {cell.steps for cell in rest} == {3000} and any(cell.alone_of for cell in rest)
     for line in done.values():
-        line["cpu_seconds"] = warm.HOURS * 3600 / len(done)
+        line["cpu_seconds"] = warm.HOURS * 3600
     assert not list(warm.wanted(done, others))
 
 
@@ -99,12 +105,12 @@ def test_the_gain_is_that_worked_out_by_hand(load):
     row, bits = warm.ROWS[0], dict.fromkeys(warm.NAMES, 2.25)
     bits |= {warm.BASE: 2.0, warm.ALONE: 3.0, warm.AS_SHIPPED: 4.0}
     own = warm.trainings(row, row.base)
-    known = {own[name].key: {"bits": value} for name, value in bits.items()}
-    table = warm.report(known).splitlines()
+    done = {own[name].key: {"bits": value} for name, value in bits.items()}
+    table = warm.report(warm.Known(done)).splitlines()
     assert table[2].startswith(f"| {row.name} | 2.000 | 3.000 | - | -1.00 | +0.75 |")
     assert table[3].startswith("| worst quarter of 1 |") and "-1.00 | +0.75" in table[3]
-    del known[own[warm.ALONE].key]
-    assert len(warm.report(known).splitlines()) == 2
+    del done[own[warm.ALONE].key]
+    assert len(warm.report(warm.Known(done)).splitlines()) == 2
 
 
 def test_a_line_that_a_killed_worker_cut_off_loses_that_training_alone(load, tmp_path, capsys):
