@@ -90,7 +90,7 @@ DEAREST = _BY_COST[-2:]
 
 
 PICTURES = "cnn"
-"""A model whose loss differs by some percent on another processor: it is trained here in all arms."""
+"""A model whose loss differs by some percent on another processor: all of its arms are trained."""
 
 
 class Known(NamedTuple):
