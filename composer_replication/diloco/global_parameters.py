@@ -237,6 +237,15 @@ class GlobalParameters:
         self.share.gather(mean.flat)
         return self.whole_views(mean.flat)
 
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether local parameters are not the global ones, in what this rank averages."""
+        local = self.share.own(map(local_tensor, self.local.values()))
+        return any(
+            name not in self._buffers and not torch.equal(own, theta.to(own.device, own.dtype))
+            for name, theta, own in zip(self.theta, self.own_parts(), local, strict=True)
+        )
+
     # ---- by name, and by rank --------------------------------------------------------------------
 
     @property
