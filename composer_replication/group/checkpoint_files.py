@@ -10,14 +10,20 @@ import os
 import re
 import shutil
 import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
+from typing import IO
 
 STATE = "diloco.pt"
 """A group's part of a checkpoint of Hugging Face's Trainer, in its folder ``checkpoint-<step>``."""
 
 TRAINER_STATE = "trainer_state.json"
 """What the Trainer itself writes last into that folder."""
+
+NO_STATE = f"{STATE} is missing"
+"""The problem of a folder in which all else is whole: of a training without DiLoCo, perhaps."""
 
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 _TORN = "torn-"
@@ -31,7 +37,7 @@ def newest_whole(pattern: str) -> Path | None:
     Args:
         pattern: Of the checkpoints' paths, as for ``glob``.
     """
-    return next((path for path in newest_first(pattern) if problem_of(path) is None), None)
+    return whole_of(newest_first(pattern))[0]
 
 
 def newest_first(pattern: str) -> list[Path]:
@@ -60,8 +66,8 @@ def problem_of(checkpoint: Path) -> str | None:
     """
     if not checkpoint.is_dir():
         return _problem_of_file(checkpoint)
-    needed = (STATE, TRAINER_STATE) if _OF_TRAINER.fullmatch(checkpoint.name) else ()
-    for path in [*(checkpoint / name for name in needed), *sorted(checkpoint.rglob("*"))]:
+    needed = (TRAINER_STATE, STATE) if _OF_TRAINER.fullmatch(checkpoint.name) else ()
+    for path in [*sorted(checkpoint.rglob("*")), *(checkpoint / name for name in needed)]:
         problem = None if path.is_dir() else _problem_of_file(path)
         if path.suffix == ".distcp" and not (path.parent / _METADATA).exists():
             path, problem = path.parent / _METADATA, "is missing"
@@ -116,14 +122,63 @@ def _problem_of_torch(path: Path) -> str | None:
     return None
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a checkpoint that is not whole, so that no trainer takes it for its newest one.
+def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Write a file that has all of its content once it has its name, also after a power cut.
+
+    Args:
+        path: The file. Its folder is made if it is missing.
+        write: Writes the content into an open file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def whole_of(
+    found: Iterable[Path], look: Callable[[Path], str | None] = problem_of
+) -> tuple[Path | None, dict[Path, str]]:
+    """Find the first of several checkpoints that is whole.
+
+    Args:
+        found: The checkpoints, newest first.
+        look: Returns why one is not whole.
 
     Returns:
-        Its new path. What had that path before is removed.
+        That checkpoint, None if none is whole; and of those before it why they are not.
     """
-    aside = checkpoint.with_name(f"{_TORN}{checkpoint.name}")
-    if aside.is_dir():
-        shutil.rmtree(aside)
-    os.replace(checkpoint, aside)
-    return aside
+    torn: dict[Path, str] = {}
+    for path in found:
+        problem = look(path)
+        if problem is None:
+            return path, torn
+        torn[path] = problem
+    return None, torn
+
+
+def set_aside(torn: Mapping[Path, str], whole: Path | None, *, renames: bool = True) -> str:
+    """Rename checkpoints that are not whole: no trainer is to take one for its newest.
+
+    Args:
+        torn: Why each is not whole.
+        whole: The one from which the group continues, if there is one.
+        renames: False only says what another rank does.
+
+    Returns:
+        What has been done, for a warning.
+    """
+    for path in torn if renames else ():
+        aside = path.with_name(f"{_TORN}{path.name}")
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        with suppress(FileNotFoundError):
+            os.replace(path, aside)
+    problems = ", ".join(f"{path} ({problem})" for path, problem in torn.items())
+    instead = "there is no other" if whole is None else f"this group continues from {whole.name}"
+    return (
+        f"Not whole, since the group died while it saved: {problems}. Its name begins with "
+        f"{_TORN} now, and {instead}"
+    )
