@@ -1,5 +1,4 @@
-"""DiLoCo around a plain PyTorch loop, without Composer. A group that was killed goes on from its
-file. Here with two groups on one machine:
+"""DiLoCo around a plain PyTorch loop, without Composer. Here with two groups on one machine:
 
 torchft_lighthouse --min_replicas 1 --bind 127.0.0.1:29510 &
 export TORCHFT_LIGHTHOUSE=http://127.0.0.1:29510 NUM_REPLICA_GROUPS=2
@@ -33,7 +32,7 @@ loader = DataLoader(dataset, batch_size=16, sampler=sampler)
 manager = make_manager()  # its id and the lighthouse's address come from the environment
 diloco = DiLoCo(manager, model, optimizer, sync_every=20, num_replicas=GROUPS, digest_every=1)
 trained = (model, optimizer, diloco)
-if os.path.exists(CHECKPOINT):
+if os.path.exists(CHECKPOINT):  # this group was killed
     for each, state in zip(trained, torch.load(CHECKPOINT, weights_only=True), strict=True):
         each.load_state_dict(state)
 with diloco:  # waits for the other groups, or takes over their state if they train already
