@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -126,7 +125,7 @@ class ReplicaGroup:
     def has_begun(self) -> bool:
         """Whether the run has made outer steps. A collective of the group's ranks."""
         known_step = 0 if self._run is None else self._run.outer_step
-        return bool(known_step or ask_on_rank_0(partial(last_outer_step, self.options.run_dir)))
+        return ask_on_rank_0(lambda: max(known_step, last_outer_step(self.options.run_dir)) > 0)
 
     # ---- a fit begins -----------------------------------------------------------------------
 
