@@ -116,7 +116,8 @@ def _problem_of_torch(path: Path) -> str | None:
             return "is empty"
         if begin == b"PK\x03\x04":  # not a file of torch's old format, or a compressed one
             try:
-                zipfile.ZipFile(file).close()
+                with zipfile.ZipFile(file) as archive:
+                    return None if archive.namelist() else "is cut off"
             except zipfile.BadZipFile:
                 return "is cut off"
     return None
