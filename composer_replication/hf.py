@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composer_replication import named_extra
 
 try:
     from transformers import (  # pyright: ignore[reportMissingImports] # only here is it needed
-        ProgressCallback,
         Trainer,
         TrainerCallback,
         TrainingArguments,
-    )
-    from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports]
-        get_last_checkpoint,
     )
 except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
@@ -29,105 +25,13 @@ from composer_replication.arguments import takes
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
-from composer_replication.group.host import GroupArguments, Host
+from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE, write_whole
+from composer_replication.group.host import GroupArguments
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
+from composer_replication.hf_job import TrainerJob, check_parallelism
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
-
-STATE = "diloco.pt"
-"""A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
-
-
-class TrainerJob(Host):
-    """A ``Trainer`` as the host of a replica group. A joiner takes over its step and scheduler.
-
-    Attributes:
-        trainer: The Trainer whose ``train`` runs, or ran last.
-    """
-
-    name = "transformers"
-    load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
-    load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
-    load_from = "resume_from_checkpoint"
-    tokens_fix = "give the model attention_mask or input_ids"
-    data_fix = "replica_shard(dataset)"
-    trainer: Trainer
-    group: ReplicaGroup
-
-    # ---- what is trained --------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        return self.trainer.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own = self.trainer.optimizer
-        return getattr(own, "optimizer", own)  # accelerate has wrapped the optimizer
-
-    def size_of(self, batch: Any, what: str) -> int:
-        tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
-        if what == "samples":
-            return len(tensors[0]) if tensors else 0
-        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-        return int(mask.sum()) if mask is not None else 0 if ids is None else ids.numel()
-
-    # ---- the position in training ------------------------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        return self.trainer.state.global_step
-
-    def last_step(self, *, is_bound: bool = False) -> int | None:
-        return self.trainer.state.max_steps
-
-    @property
-    def latest_checkpoint(self) -> Path | None:
-        folder = Path(self.trainer.args.output_dir)
-        newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-        return None if newest is None else Path(newest).absolute()
-
-    # ---- what it shows ----------------------------------------------------------------------
-
-    def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        control = self.trainer.control
-        wants_own = control.should_log  # on_log resets it, and the Trainer has yet to log this step
-        # The base class's, because TRL's log also takes and clears the averages that it collects.
-        Trainer.log(self.trainer, dict(metrics))
-        control.should_log = wants_own
-
-    @property
-    def shows_position(self) -> bool:
-        return any(isinstance(c, ProgressCallback) for c in self.trainer.callback_handler.callbacks)
-
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-                callback.training_bar.set_description_str(position, refresh=False)
-
-    # ---- what a joiner gets -----------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        # The sync is in the optimizer's step, after which the Trainer counts it and steps the
-        # scheduler.
-        return {
-            "steps": self.steps + self.group.is_in_step,
-            "schedule": self.trainer.lr_scheduler.state_dict(),
-            "is_in_step": self.group.is_in_step,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
-        scheduler = self.trainer.lr_scheduler
-        scheduler.load_state_dict(saved["schedule"])
-        if saved["is_in_step"]:
-            # The donor took the step before it; torch warns if a scheduler steps before the
-            # optimizer.
-            self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-            scheduler.step()
-        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-        self.trainer.state.global_step = saved["steps"]
 
 
 class DiLoCoTrainerCallback(TrainerCallback):
@@ -173,21 +77,34 @@ class DiLoCoTrainerCallback(TrainerCallback):
 
     # ---- the Trainer's events, in the order in which they come ------------------------------
 
+    def on_init_end(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
+        init = caller(Trainer.__init__)  # a callback has no other way to its Trainer
+        if init is not None:
+            trainer = self._job.trainer = init.f_locals["self"]
+            # At on_train_begin the Trainer has loaded a checkpoint already, or failed to.
+            trainer.train = partial(self._train, trainer.train)
+
+    def _train(self, train: Callable[..., Any], resume_from_checkpoint=None, *more, **named) -> Any:
+        """``Trainer.train``, from the newest checkpoint that is whole."""
+        if resume_from_checkpoint:
+            with rejections(self._group.options):
+                self._group.hold_folders()  # another group may be writing the newest one
+                resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
+        return train(resume_from_checkpoint, *more, **named)
+
     def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
-        train = caller(Trainer.train)  # a callback has no other way to its Trainer
+        train = caller(Trainer.train)
         if train is None:
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
-        self._job.trainer = train.f_locals["self"]
+        trainer = self._job.trainer = train.f_locals["self"]
         self._is_terminated = False
-        resumes_from = train.f_locals["resume_from_checkpoint"]
-        continuation = self._group.continuation
         with rejections(self._group.options):
-            check_parallelism(self._job.trainer)
+            check_parallelism(trainer)
             self._group.ask_coordinator()
-            if resumes_from and (path := Path(resumes_from) / STATE).exists():
-                continuation.load(torch.load(path, map_location="cpu", weights_only=True))
-            continuation.check_loaded(resumes_from)
+            self._load(train.f_locals["resume_from_checkpoint"])
             self._group.join(self._manager)
+        save = partial(type(trainer)._save_checkpoint, trainer)
+        trainer._save_checkpoint = partial(self._save, save)
         when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
         if self._hook is not None:
             self._hook.remove()  # of a training that has failed
@@ -196,9 +113,19 @@ class DiLoCoTrainerCallback(TrainerCallback):
         for each in self._job.trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
-                saving.execute_jit_checkpoint = partial(self._terminate, save, args, state, control)
+                saving.execute_jit_checkpoint = partial(self._terminate, save)
         if args.eval_on_start:
             self._show_for_evaluation()
+
+    def _load(self, folder: str | None) -> None:
+        problem = None
+        if folder is not None and (path := Path(folder) / STATE).exists():
+            try:
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+                self._group.continuation.load(saved)
+            except Exception as error:  # torch raises errors of many classes
+                problem = f"{STATE} cannot be read ({error})"
+        self._group.continuation.check_loaded(folder, self._group.has_begun, problem)
 
     @torch.compiler.disable
     def _count(self, model: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]) -> None:
@@ -234,26 +161,34 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._group.note_progress()
 
     def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any) -> None:
+        if self._group.weights is None:
+            return  # before the first training
         self._evaluations_left -= 1
         if self._evaluations_left <= 0:
-            self._group.generators.restore()  # a checkpoint of this step has those from before
-            self._show_for_checkpoint()  # also with save_strategy="best", which decides now
+            self._group.generators.restore()  # the next batch, or a checkpoint, has those before
         numbers = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
         self._group.note_evaluation(numbers)
 
-    def on_save(self, args, state, control, **kwargs: Any) -> None:
-        saved = self._group.state_dict()  # on every rank: it may gather
-        if args.should_save and saved:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            part = folder / f"{STATE}.part"
-            torch.save(saved, part)
-            part.replace(folder / STATE)
+    def _save(self, save: Callable[..., None], model: nn.Module, trial: Any) -> None:
+        """``Trainer._save_checkpoint``, after DiLoCo's part of the checkpoint.
 
-    def _terminate(self, save: Callable[[], None], args, state, control) -> None:
-        """After a SIGTERM: leave a whole checkpoint, and do not wait for the others' next sync."""
+        The Trainer removes older checkpoints before it calls ``on_save``. Killed between the two,
+        the group would have nothing whole left.
+        """
+        trainer = self._job.trainer
         self._show_for_checkpoint()
+        saved = self._group.state_dict()  # on every rank: it may gather
+        if trainer.args.should_save and saved:
+            step = trainer.state.global_step
+            folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+            # In a folder from before, nothing is whole until the Trainer has written all of it.
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
+            write_whole(folder / STATE, partial(torch.save, saved))
+        save(model, trial)
+
+    def _terminate(self, save: Callable[[], None]) -> None:
+        """After a SIGTERM: leave a whole checkpoint, and do not wait for the others' next sync."""
         save()
-        self.on_save(args, state, control)
         self._group.close()
         self._is_terminated = True
 
@@ -269,8 +204,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._end()  # now, so that the last evaluation and checkpoint are of its result
         elif control.should_evaluate:
             self._show_for_evaluation()
-        elif control.should_save:
-            self._show_for_checkpoint()
 
     def _end(self) -> None:
         if self.diloco is not None:
@@ -287,30 +220,3 @@ class DiLoCoTrainerCallback(TrainerCallback):
         # unless all ranks show them. The next step, or the end, puts the local ones back.
         if self.diloco is not None and self._group.weights is not None:
             self._group.weights.show()
-
-
-def check_parallelism(trainer: Trainer) -> None:
-    """Reject what cannot be a replica group.
-
-    Raises:
-        ValueError: The message names it and the fix.
-    """
-    args = trainer.args
-    optim = str(getattr(args.optim, "value", args.optim))
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    rejected = {
-        f"nn.DataParallel over {args.n_gpu} GPUs: start the job with torchrun": args.n_gpu > 1,
-        "DeepSpeed: use DDP or FSDP2": trainer.is_deepspeed_enabled,
-        "FSDP version 1: set fsdp_config={'version': 2}": trainer.is_fsdp_enabled
-        and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1,
-        "tensor, context or sequence parallelism: use DDP or FSDP2": parallelism is not None
-        and parallelism.non_data_parallel_size > 1,
-        "auto_find_batch_size, which begins training anew while others wait: set the batch size": (
-            args.auto_find_batch_size
-        ),
-        f"optim={optim!r}, which steps inside of backward: use one that steps after it, such as "
-        "adamw_torch": optim.endswith(("lomo", "layerwise")),
-    }
-    for problem, is_there in rejected.items():
-        if is_there:
-            raise ValueError(f"DiLoCo cannot train with {problem}")

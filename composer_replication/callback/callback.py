@@ -10,6 +10,7 @@ from composer import Callback, Event, Logger, State, Trainer
 from composer.loggers import LoggerDestination
 
 from composer_replication.arguments import takes
+from composer_replication.callback.checkpoint_savers import check_load_path
 from composer_replication.callback.composer_job import (
     ComposerJob,
     check_algorithms,
@@ -137,6 +138,8 @@ class DiLoCoCallback(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         self._group.ask_coordinator()
+        check_load_path()
+        self._job.skip_torn()
         self._is_loading = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -145,7 +148,7 @@ class DiLoCoCallback(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._is_loading = False
-        self._group.continuation.check_loaded(state.load_path)
+        self._group.continuation.check_loaded(state.load_path, self._group.has_begun)
         self._job.averages.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:

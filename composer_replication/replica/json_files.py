@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from io import FileIO
@@ -228,13 +229,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def open_lock(folder: Path, name: str, fix: str) -> int:
+def open_lock(folder: Path, name: str, fix: str, who: str = "") -> int:
     """Keep other processes, and other calls in this one, out of a folder.
 
     Args:
         folder: The folder.
         name: The name of the lock's file in it. The file stays there after the lock is released.
         fix: What else to do if another process holds the lock, for the error.
+        who: What this process is, for the error that another one then gets.
 
     Returns:
         A file descriptor. The lock ends when it is closed, or with this process, however it ends.
@@ -243,13 +245,13 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         ValueError: Another process holds the lock.
     """
     path = folder / name
-    # Python opens files so that child processes do not inherit them. In a child that outlives this
-    # process the lock would stay.
+    # In a child process that outlives this one the lock would stay. Python opens files so that
+    # programs which it starts do not inherit them; a forked child, as a loader's worker, does.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.read(descriptor, 20).decode(errors="replace") or "?"
+        owner = os.read(descriptor, 300).decode(errors="replace") or "?"
         os.close(descriptor)
         raise ValueError(
             f"{folder} is in use by process {owner}: wait for its end, end it, or {fix}"
@@ -258,8 +260,23 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         log.warning("Cannot lock %s (%s): start no other process in its folder", path, error)
     with contextlib.suppress(OSError):  # a full disk: the process id is only for the error above
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}{who}".encode())
+    _locks[path] = descriptor
     return descriptor
+
+
+_locks: dict[Path, int] = {}
+"""The newest descriptor of each lock, which may have been closed since."""
+
+
+def _close_locks() -> None:
+    for path, descriptor in _locks.items():
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 hold_lock = functools.cache(open_lock)
