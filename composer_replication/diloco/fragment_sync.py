@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,9 +26,6 @@ from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
-USUAL = 5
-"""Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""
-
 
 @dataclass
 class Packed:
@@ -39,6 +34,7 @@ class Packed:
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
         samples: How many samples these steps have trained on; tokens with ``weight_by: tokens``.
+        learning_rates: The sum of the learning rates of these steps.
         position: The position in the sample stream.
         local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
             while the sync is in flight; None without a delay.
@@ -48,9 +44,15 @@ class Packed:
 
     inner_steps: int = 0
     samples: int = 0
+    learning_rates: float = 0.0
     position: int = 0
     local: list[Tensor] | None = None
     frozen: Sequence[int] = ()
+
+    @property
+    def learning_rate(self) -> float:
+        """The mean learning rate of these steps."""
+        return self.learning_rates / max(1, self.inner_steps)
 
     def contribution(self, weight_by: str) -> float:
         """This group's weight in the mean.
@@ -78,6 +80,7 @@ class Unsynced:
     Attributes:
         inner_steps: Inner steps since the last sync.
         samples: The samples or tokens of these steps.
+        learning_rates: The sum of the learning rates of these steps.
         packed: What the last pseudo-gradient was computed from.
         unsent: What was in flight in the checkpoint that this group resumes from, until it has been
             sent again; else None.
@@ -85,13 +88,15 @@ class Unsynced:
 
     inner_steps: int = 0
     samples: int = 0
+    learning_rates: float | Tensor = 0.0
     packed: Packed = field(default_factory=Packed)
     unsent: Packed | None = None
 
-    def count(self, samples: int) -> None:
-        """Count a completed inner step and its samples or tokens."""
+    def count(self, samples: int, learning_rate: float | Tensor) -> None:
+        """Count a completed inner step, its samples or tokens and its learning rate."""
         self.inner_steps += 1
         self.samples += samples
+        self.learning_rates += learning_rate
 
     @property
     def has_more(self) -> bool:
@@ -160,7 +165,6 @@ class FragmentSync:
         self._works: list[Any] = []
         self.unsynced = Unsynced()
         self._buffers: list[Tensor] = []
-        self._paces: deque[float] = deque(maxlen=USUAL)
         self.total_contribution = 0.0
         self.committed = False
 
@@ -201,7 +205,12 @@ class FragmentSync:
         theta = (torch.zeros_like(t) if index in odd else t for index, t in enumerate(theta))
         averaged = [torch.zeros_like(t) if index in odd else t for index, t in enumerate(averaged)]
         contribution = packed.contribution(self._settings.weight_by)
-        self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
+        self.mean.pack(
+            self._pseudo_gradient,
+            (theta, share.own(averaged)),
+            contribution,
+            num_parameters=self.globals.averaged_buffers.start,
+        )
         if self.mean.contribution and (odd_here - odd_globally):
             names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
             log.warning("Not finite in this group, and left out: %s", listed(names))
@@ -237,8 +246,19 @@ class FragmentSync:
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
             return Vitals()
-        steps, usual_pace = self.unsynced.packed.inner_steps, max(self._paces, default=math.nan)
-        return Vitals(mean.contribution, mean.norm, math.nan, mean.sent_norm, steps, usual_pace)
+        usual_pace = self._peer_table.usual_pace.at(self.unsynced.packed.learning_rate)
+        return Vitals(
+            contribution=mean.contribution,
+            norm=mean.norm,
+            sent_norm=mean.sent_norm,
+            moved=mean.moved,
+            pace=self._pace,
+            usual_pace=usual_pace,
+        )
+
+    @property
+    def _pace(self) -> float:
+        return self.mean.moved_each / max(1, self.unsynced.packed.inner_steps)
 
     def _leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
@@ -303,8 +323,14 @@ class FragmentSync:
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-        counted = unsynced.inner_steps, unsynced.samples
-        return Packed(*counted, position, kept, self.globals.frozen())
+        return Packed(
+            inner_steps=unsynced.inner_steps,
+            samples=unsynced.samples,
+            learning_rates=float(unsynced.learning_rates),
+            position=position,
+            local=kept,
+            frozen=self.globals.frozen(),
+        )
 
     def local(self) -> list[Tensor]:
         """The local parameters and buffers, as this rank holds them; not copies."""
@@ -335,13 +361,15 @@ class FragmentSync:
             return
         if self.mean.contribution > 0:
             if packed.inner_steps:
-                self._paces.append(self.mean.sent_norm / packed.inner_steps)
+                table.usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
             self._state.ledger.has_synced(self.fragment_id, packed.position)
         if self._write_back_alpha > 0:
             unsynced.inner_steps -= packed.inner_steps
             unsynced.samples -= packed.samples
+            unsynced.learning_rates -= packed.learning_rates
         else:  # the steps taken while the sync was in flight are thrown away
             unsynced.inner_steps = unsynced.samples = 0
+            unsynced.learning_rates = 0.0
         unsynced.unsent = None
 
     def take_global(self) -> None:

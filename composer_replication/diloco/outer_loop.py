@@ -13,7 +13,7 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
-from composer_replication.diloco.outer_health import directions
+from composer_replication.diloco.outer_health import directions, learning_rate
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
@@ -99,8 +99,9 @@ class OuterLoop:
         self.inner_steps += 1
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step
+        rate = learning_rate(self._arguments.inner_optimizer)
         for fragment in self.fragments:
-            fragment.unsynced.count(samples)
+            fragment.unsynced.count(samples, rate)
 
     def prepare_sync(self) -> None:
         """Send the next fragment, in a quorum. It waits for the ranks of this group only.

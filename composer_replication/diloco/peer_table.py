@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import Vitals, beyond_all_others
+from composer_replication.diloco.outer_health import UsualPace, Vitals, beyond_all_others
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then, gathers
 
@@ -159,6 +159,7 @@ class PeerTable:
         has_more: Whether it does, or has steps of other fragments to send; likewise.
         is_joining: Whether this group obtains the global state, and contributes nothing.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
+        usual_pace: How far this group's inner steps usually move a parameter.
         is_over: Whether no group of the last sync trains or has anything to send.
         has_doubts: Whether what has arrived in the last sync is not sound.
         are_all_joining: Whether no group of the last sync was in training.
@@ -184,6 +185,7 @@ class PeerTable:
         self.is_training = self.has_more = True
         self.is_joining = False
         self.step_s = math.nan
+        self.usual_pace = UsualPace(num_fragments)
         self.is_over = self.are_all_joining = self.has_doubts = False
         self.synced_samples: list[SyncedSamples] = []
         self.vitals: Mapping[int, Vitals] = {}

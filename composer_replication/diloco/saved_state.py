@@ -21,11 +21,15 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
     """
     state, fragments = loop.state, loop.fragments
     return state.whole_state_dict(copies=copies) | {
-        "since_sync": [[each.unsynced.inner_steps, each.unsynced.samples] for each in fragments],
+        "since_sync": [
+            [each.unsynced.inner_steps, each.unsynced.samples, float(each.unsynced.learning_rates)]
+            for each in fragments
+        ],
         "reading": state.ledger.local_state(),
         "in_flight": _in_flight(loop.in_flight),
         "inner_steps": loop.inner_steps,
         "round_length": loop.round_length.state_dict(),
+        "usual_pace": loop.peer_table.usual_pace.state_dict(),
         "residual": {
             name: tensor.clone() if copies else tensor
             for fragment in fragments
@@ -47,8 +51,12 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     if "round_length" in saved:  # an earlier version has none: there all turns were equally long
         loop.round_length.load_state_dict(saved["round_length"])
         loop.peer_table.step_s = loop.round_length.step_s
+    if "usual_pace" in saved:  # an earlier version has none, and no learning rates either
+        loop.peer_table.usual_pace.load_state_dict(saved["usual_pace"])
     for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
-        fragment.unsynced.inner_steps, fragment.unsynced.samples = counted
+        unsynced = fragment.unsynced
+        unsynced.inner_steps, unsynced.samples, *rates = counted
+        unsynced.learning_rates = sum(rates)
         if saved["residual"]:
             fragment.mean.load_residual(
                 [saved["residual"][name].reshape(-1) for name in fragment.globals.theta]

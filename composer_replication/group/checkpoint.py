@@ -45,6 +45,7 @@ _PLAIN = (
     "since_sync",
     "reading",
     "round_length",
+    "usual_pace",
 )
 
 _CHUNK = 1 << 17
@@ -211,7 +212,8 @@ class CheckpointLayout:
             }
             optimizer = {"state": momenta, "param_groups": groups[index]}
             fragments.append({"theta": {n: theta[n] for n in names}, "optimizer": optimizer})
-        state = {key: progress[key] for key in _PLAIN} | {
+        # A checkpoint of an earlier version has no usual_pace.
+        state = {key: progress[key] for key in _PLAIN if key in progress} | {
             "in_flight": self._load_in_flight(saved["in_flight"]),
             "fragments": fragments,
             "residual": loaded["residual"],
