@@ -381,11 +381,11 @@ class ReplicaGroup:
         self._keep()
         self._drop()
         self._reports.folder.write_end(self.result)
-        log.info(
-            "Ended after %d outer steps: global parameters %s",
-            self.result["outer_steps"],
-            self.result["global_digest"][:8],
-        )
+        steps = self.result["outer_steps"]
+        if not steps and self.result["inner_steps"]:
+            log.error("Ended without an outer step: nothing of this training is in the model")
+        digest = self.result["global_digest"][:8]
+        log.info("Ended after %d outer steps: global parameters %s", steps, digest)
 
     def _keep(self) -> None:
         """Keep what the fit has left, for the next one."""

@@ -18,7 +18,6 @@ from rich.text import Text
 from composer_replication import __version__
 from composer_replication.coordinator.page import (
     PAGE_DATA,
-    finite,
     with_record,
     write_report_html,
 )
@@ -41,7 +40,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
     describe_end,
 )
-from composer_replication.replica.json_files import read_json
+from composer_replication.replica.json_files import finite, read_json
 
 
 def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
@@ -82,8 +81,8 @@ def finish(
         restarts: How often each group was started again, by its id.
 
     Returns:
-        An exit status: 2 if a command has trained without the callback, 1 if a result is missing or
-        the groups ended with different parameters, else 0.
+        An exit status: 2 if a command has trained without the callback, 1 if a result is missing,
+        nothing was learned or the groups ended with different parameters, else 0.
     """
     run = open_run(run_dir)
     missing = [id for id in finished if str(id) not in run.results]
@@ -106,6 +105,9 @@ def finish(
     with fence("the page of the run"):
         rows.append(("page", str(write_page(run))))
     print_rows([*rows, ("all files", str(run_dir))])
+    if run.failure:
+        print_error(f"Error: {run.failure}")
+        return FAILED
     if len(set(run.digests.values())) > 1:
         print_error(
             "The groups ended with different global parameters, so their last syncs differ. "
@@ -224,9 +226,9 @@ class RunRecord:
         """Return what the folder adds to the page's data, see ``with_record``.
 
         Returns:
-            ``run_name``, ``result`` (rows of a name and a value), ``groups``, ``losses`` (means
-            over a round), ``agreement``, ``evaluations`` and ``events``; empty if no group has
-            written anything.
+            ``run_name``, ``result`` (rows of a name and a value), ``failure`` (see ``Run``),
+            ``groups``, ``losses`` (means over a round), ``agreement``, ``evaluations`` and
+            ``events``; empty if no group has written anything.
         """
         with self._lock:  # several pages may ask at once
             self._run.read()
@@ -251,6 +253,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     record["evaluations"] = [{"batch": e["batch"], "eval": e["eval"]} for e in longest[-50:]]
     events = sorted(chain.from_iterable(map(_events_of, groups.values())))
     record["result"] = [[*row] for row in result_of(run)]
+    record["failure"] = run.failure
     return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
 
 
@@ -272,7 +275,7 @@ def _events_of(group: Group) -> Iterator[tuple[float, str]]:
         yield line["time"], f"{name} resumed at batch {line['batch']}"
     for line in group.errors:
         yield line["time"], f"{name} ended with an error: {line['error']}"
-    for at, text in group.troubles:
+    for at, text, _ in group.troubles:
         yield at, f"{name}, {text}"
 
 

@@ -155,6 +155,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
         "outer_steps": 2,
         "global_digest": "ab" * 32,
         "restarts": 0,
+        "steps_lost": 0,
         "final_loss": 2.0,
     }
     assert (run_dir / "report.html").stat().st_size > 10_000
