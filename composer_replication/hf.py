@@ -32,6 +32,7 @@ from composer_replication.group.call_watch import caller, when_over
 from composer_replication.group.host import GroupArguments, Host
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
+from composer_replication.replica.ranks import world_size
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
@@ -39,11 +40,46 @@ STATE = "diloco.pt"
 """A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
 
 
+class Losses:
+    """A Trainer's ``training_step``, which also adds up the losses, on their device.
+
+    Args:
+        of: The Trainer's own.
+
+    Attributes:
+        of: The same.
+        num_steps: Steps since the last ``pop_mean``.
+    """
+
+    def __init__(self, of: Callable[..., Tensor]) -> None:
+        self.of = of
+        self.num_steps = 0
+        self._sum: Tensor | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        loss = self.of(*inputs, **named)
+        own = loss.detach().float()
+        self._sum = own if self._sum is None else self._sum + own
+        return loss
+
+    def pop_mean(self) -> float | None:
+        """The mean loss of the steps since the last call, over the group's ranks; None without."""
+        total, num_steps = self._sum, self.num_steps
+        self._sum, self.num_steps = None, 0
+        if total is None or not num_steps:
+            return None
+        if torch.distributed.is_initialized():
+            total = total / world_size()
+            torch.distributed.all_reduce(total)
+        return total.item() / num_steps
+
+
 class TrainerJob(Host):
     """A ``Trainer`` as the host of a replica group. A joiner takes over its step and scheduler.
 
     Attributes:
         trainer: The Trainer whose ``train`` runs, or ran last.
+        losses: Those of its steps.
     """
 
     name = "transformers"
@@ -54,6 +90,7 @@ class TrainerJob(Host):
     data_fix = "replica_shard(dataset)"
     trainer: Trainer
     group: ReplicaGroup
+    losses: Losses
 
     # ---- what is trained --------------------------------------------------------------------
 
@@ -89,6 +126,15 @@ class TrainerJob(Host):
         return None if newest is None else Path(newest).absolute()
 
     # ---- what it shows ----------------------------------------------------------------------
+
+    def watch_losses(self) -> None:
+        """Add up the losses of the steps from now on. The Trainer logs them rarely, without NaN."""
+        step = self.trainer.training_step
+        self.losses = Losses(step.of if isinstance(step, Losses) else step)
+        self.trainer.training_step = self.losses
+
+    def mean_loss(self) -> float | None:
+        return self.losses.pop_mean()
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         control = self.trainer.control
@@ -158,8 +204,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._hook: Any = None
         self._evaluations_left = 0
         self._is_terminated = False
-        self._loss: float | None = None
-        """The mean loss that the Trainer has logged since the last step."""
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -193,6 +237,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._job.watch_losses()
         for each in self._job.trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
@@ -214,20 +259,18 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._group.note_progress()
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
-        if self._group.end_step(self._loss):
+        self._job.losses.num_steps += 1
+        if self._group.end_step():
             control.should_training_stop = True
-        self._loss = None
         self._end_or_evaluate(control)
 
     def on_epoch_end(self, args, state, control, **kwargs: Any) -> None:
         self._end_or_evaluate(control)
 
     def on_log(self, args, state, control, logs: Any = None, **kwargs: Any) -> None:
-        logs = logs or {}
-        self._loss = logs.get("loss", self._loss)
         # The Trainer's last log. It comes before load_best_model_at_end, whose weights a final sync
         # would take for this group's training, and also after an early stop at an epoch's end.
-        if "train_loss" in logs:
+        if "train_loss" in (logs or {}):
             self._end()
 
     def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:

@@ -88,11 +88,14 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
 
     Args:
         status: As ``/v1/status`` returns it.
-        record: Its ``groups`` has more columns of each group, and its ``events`` are added. Other
-            keys replace those of the status.
+        record: Its ``groups`` has more columns of each group, ``unregistered`` what there is of a
+            group that sends no heartbeats, and its ``events`` are added. Other keys replace those
+            of the status.
     """
-    rest = {name: value for name, value in record.items() if name not in ("groups", "events")}
+    own = ("groups", "unregistered", "events")
+    rest = {name: value for name, value in record.items() if name not in own}
     groups, shown = record.get("groups", {}), {r["replica_id"]: r for r in status["replicas"]}
+    shown = {**record.get("unregistered", {}), **shown}
     return {
         **status,
         **rest,

@@ -129,6 +129,17 @@ class Host:
 
     # ---- what it shows ----------------------------------------------------------------------
 
+    last_loss: float | None = None
+    """The loss of the newest step, a mean over the group's ranks; None where it is not known, or
+    only the device knows it."""
+
+    def mean_loss(self) -> float | None:
+        """The mean loss of the steps since the last call, over the group's ranks; None: not known.
+
+        Every rank calls it, and only after a sync: it may wait for the device and for other ranks.
+        """
+        return None
+
     shows_position = False
     """Whether the trainer has a progress bar, for ``show_position`` after each step."""
 

@@ -276,7 +276,7 @@ def why_lost(line: Mapping[str, Any]) -> str:
     if line.get("diloco/healed"):
         return "loaded the state of the others"
     is_finite = math.isfinite(line.get("diloco/pseudo_gradient_norm", 0.0))
-    return f"its pseudo-gradient was {'left out' if is_finite else 'not finite'}"
+    return f"pseudo-gradient {'left out' if is_finite else 'not finite'}"
 
 
 def _trouble_of(line: Mapping[str, Any]) -> str:

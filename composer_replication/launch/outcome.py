@@ -25,7 +25,14 @@ from composer_replication.diloco.fence import fence
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
 from composer_replication.group.words import format_duration, listed_groups
-from composer_replication.launch.group import FINISHED, LEFT_OUT, MAX_EVENTS, NOT_BACK, Group
+from composer_replication.launch.group import (
+    FINISHED,
+    LEFT_OUT,
+    MAX_EVENTS,
+    NOT_BACK,
+    TRAINING,
+    Group,
+)
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import (
@@ -242,6 +249,7 @@ def _record_of(run: Run) -> dict[str, Any]:
         columns = {"inner_share": group.inner_share, "error": _error_of(group)}
         # What the folder does not know yet, a heartbeat may know.
         record["groups"][id] = {name: v for name, v in columns.items() if v is not None}
+    record["unregistered"] = {id: _shown_of(group) for id, group in groups.items() if group.status}
     losses = {id: group.losses.points for id, group in groups.items()}
     if any(losses.values()):
         record["losses"] = losses
@@ -255,6 +263,12 @@ def _record_of(run: Run) -> dict[str, Any]:
     record["result"] = [[*row] for row in result_of(run)]
     record["failure"] = run.failure
     return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
+
+
+def _shown_of(group: Group) -> dict[str, Any]:
+    """A group's columns, where it sends no heartbeats: a plain loop's."""
+    is_alive = group.phase in ("joining", "evaluating", *TRAINING)
+    return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
 
 
 def _error_of(group: Group) -> str | None:
@@ -305,10 +319,8 @@ def write_page(run: Run) -> Path:
 
 def _ended_group(run: Run, id: str) -> dict[str, Any]:
     """A group's columns when its processes have ended."""
-    status = run.groups[id].status
-    if id in run.results:
-        status["phase"] = "finished"
-    return {**status, "metrics": run.groups[id].newest, "is_alive": False, "last_seen_s": None}
+    phase = {"phase": FINISHED} if id in run.results else {}
+    return _shown_of(run.groups[id]) | phase | {"is_alive": False}
 
 
 def _files_of(run: Run) -> list[str]:
