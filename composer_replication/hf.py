@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from glob import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,6 @@ try:
         TrainerCallback,
         TrainingArguments,
     )
-    from transformers.trainer_utils import (  # pyright: ignore[reportMissingImports]
-        get_last_checkpoint,
-    )
 except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
 
@@ -29,15 +29,24 @@ from composer_replication.arguments import takes
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
+from composer_replication.group.checkpoint_files import (
+    NO_STATE,
+    STATE,
+    TRAINER_STATE,
+    newest_first,
+    problem_of,
+    set_aside,
+    whole_of,
+    write_whole,
+)
 from composer_replication.group.host import GroupArguments, Host
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
-from composer_replication.replica.ranks import world_size
+from composer_replication.replica.ranks import broadcast, gather, rank, world_size
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
-STATE = "diloco.pt"
-"""A group's part of a checkpoint, in the Trainer's folder ``checkpoint-<step>``."""
+log = logging.getLogger(__name__)
 
 
 class Losses:
@@ -86,6 +95,7 @@ class TrainerJob(Host):
     load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
     load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
     load_from = "resume_from_checkpoint"
+    save_argument = "an output_dir"
     tokens_fix = "give the model attention_mask or input_ids"
     data_fix = "replica_shard(dataset)"
     trainer: Trainer
@@ -120,10 +130,14 @@ class TrainerJob(Host):
         return self.trainer.state.max_steps
 
     @property
-    def latest_checkpoint(self) -> Path | None:
-        folder = Path(self.trainer.args.output_dir)
-        newest = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-        return None if newest is None else Path(newest).absolute()
+    def checkpoints(self) -> str:
+        return checkpoints_in(Path(self.trainer.args.output_dir))
+
+    @property
+    def saves_to(self) -> list[str]:
+        args = self.trainer.args
+        saves = args.save_strategy != "no" or args.enable_jit_checkpoint
+        return [args.output_dir] if saves else []
 
     # ---- what it shows ----------------------------------------------------------------------
 
@@ -217,21 +231,59 @@ class DiLoCoTrainerCallback(TrainerCallback):
 
     # ---- the Trainer's events, in the order in which they come ------------------------------
 
+    def on_init_end(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
+        init = caller(Trainer.__init__)  # a callback has no other way to its Trainer
+        if init is not None:
+            trainer = self._job.trainer = init.f_locals["self"]
+            # At on_train_begin the Trainer has loaded a checkpoint already, or failed to.
+            trainer.train = partial(self._train, trainer.train)
+
+    def _train(self, train: Callable[..., Any], resume_from_checkpoint=None, *more, **named) -> Any:
+        """``Trainer.train``, from the newest checkpoint that is whole."""
+        if resume_from_checkpoint:
+            with rejections(self._group.options):
+                self._group.hold_folders()  # another group may be writing the newest one
+                resume_from_checkpoint = self._whole(resume_from_checkpoint)
+        return train(resume_from_checkpoint, *more, **named)
+
+    def _whole(self, wanted: str | bool) -> str | bool | None:
+        """Return the wanted checkpoint, True: the newest; if it is torn the one before it."""
+        last = None if wanted is True else Path(str(wanted)).absolute()
+        pattern = self._job.checkpoints if last is None else checkpoints_in(last.parent)
+        found = broadcast(newest_first(pattern))  # each node may have a disk of its own
+        if last in found:
+            found = found[found.index(last) :]
+        elif last is not None:
+            return wanted
+        whole, torn = whole_of(found, lambda p: next(filter(None, gather(problem_of(p))), None))
+        if whole is None:
+            whole = next((path for path, problem in torn.items() if problem == NO_STATE), None)
+            torn = dict(takewhile(lambda each: each[0] != whole, torn.items()))
+        if torn:
+            saves = self._job.trainer.args.should_save
+            said = set_aside(torn, whole, renames=saves)
+            if whole is None:
+                self._group.continuation.skip(said)
+            elif not rank():
+                log.warning("%s", said)
+        elif whole is None:
+            self._group.ask_coordinator()
+            return None if self._group.has_begun else wanted
+        return None if whole is None else str(whole)
+
     def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
-        train = caller(Trainer.train)  # a callback has no other way to its Trainer
+        train = caller(Trainer.train)
         if train is None:
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
-        self._job.trainer = train.f_locals["self"]
+        trainer = self._job.trainer = train.f_locals["self"]
         self._is_terminated = False
-        resumes_from = train.f_locals["resume_from_checkpoint"]
-        continuation = self._group.continuation
         with rejections(self._group.options):
-            check_parallelism(self._job.trainer)
+            check_parallelism(trainer)
             self._group.ask_coordinator()
-            if resumes_from and (path := Path(resumes_from) / STATE).exists():
-                continuation.load(torch.load(path, map_location="cpu", weights_only=True))
-            continuation.check_loaded(resumes_from)
+            self._load(train.f_locals["resume_from_checkpoint"])
             self._group.join(self._manager)
+        save = partial(type(trainer)._save_checkpoint, trainer)
+        trainer._save_checkpoint = partial(self._save, save)
         when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
         if self._hook is not None:
             self._hook.remove()  # of a training that has failed
@@ -241,9 +293,19 @@ class DiLoCoTrainerCallback(TrainerCallback):
         for each in self._job.trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
-                saving.execute_jit_checkpoint = partial(self._terminate, save, args, state, control)
+                saving.execute_jit_checkpoint = partial(self._terminate, save)
         if args.eval_on_start:
             self._show_for_evaluation()
+
+    def _load(self, folder: str | None) -> None:
+        problem = None
+        if folder is not None and (path := Path(folder) / STATE).exists():
+            try:
+                saved = torch.load(path, map_location="cpu", weights_only=True)
+                self._group.continuation.load(saved)
+            except Exception as error:  # torch raises errors of many classes
+                problem = f"{STATE} cannot be read ({error})"
+        self._group.continuation.check_loaded(folder, self._group.has_begun, problem)
 
     @torch.compiler.disable
     def _count(self, model: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]) -> None:
@@ -277,26 +339,34 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._group.note_progress()
 
     def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any) -> None:
+        if self._group.weights is None:
+            return  # before the first training
         self._evaluations_left -= 1
         if self._evaluations_left <= 0:
-            self._group.generators.restore()  # a checkpoint of this step has those from before
-            self._show_for_checkpoint()  # also with save_strategy="best", which decides now
+            self._group.generators.restore()  # the next batch, or a checkpoint, has those before
         numbers = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
         self._group.note_evaluation(numbers)
 
-    def on_save(self, args, state, control, **kwargs: Any) -> None:
-        saved = self._group.state_dict()  # on every rank: it may gather
-        if args.should_save and saved:
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            part = folder / f"{STATE}.part"
-            torch.save(saved, part)
-            part.replace(folder / STATE)
+    def _save(self, save: Callable[..., None], model: nn.Module, trial: Any) -> None:
+        """``Trainer._save_checkpoint``, after DiLoCo's part of the checkpoint.
 
-    def _terminate(self, save: Callable[[], None], args, state, control) -> None:
-        """After a SIGTERM: leave a whole checkpoint, and do not wait for the others' next sync."""
+        The Trainer removes older checkpoints before it calls ``on_save``. Killed between the two,
+        the group would have nothing whole left.
+        """
+        trainer = self._job.trainer
         self._show_for_checkpoint()
+        saved = self._group.state_dict()  # on every rank: it may gather
+        if trainer.args.should_save and saved:
+            step = trainer.state.global_step
+            folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+            # In a folder from before, nothing is whole until the Trainer has written all of it.
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
+            write_whole(folder / STATE, partial(torch.save, saved))
+        save(model, trial)
+
+    def _terminate(self, save: Callable[[], None]) -> None:
+        """After a SIGTERM: leave a whole checkpoint, and do not wait for the others' next sync."""
         save()
-        self.on_save(args, state, control)
         self._group.close()
         self._is_terminated = True
 
@@ -312,8 +382,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._end()  # now, so that the last evaluation and checkpoint are of its result
         elif control.should_evaluate:
             self._show_for_evaluation()
-        elif control.should_save:
-            self._show_for_checkpoint()
 
     def _end(self) -> None:
         if self.diloco is not None:
@@ -330,6 +398,11 @@ class DiLoCoTrainerCallback(TrainerCallback):
         # unless all ranks show them. The next step, or the end, puts the local ones back.
         if self.diloco is not None and self._group.weights is not None:
             self._group.weights.show()
+
+
+def checkpoints_in(folder: Path) -> str:
+    """A pattern, as for ``glob``, of the Trainer's checkpoints in a folder."""
+    return f"{escape(str(folder.absolute()))}/checkpoint-*"
 
 
 def check_parallelism(trainer: Trainer) -> None:

@@ -17,6 +17,7 @@ from composer_replication import DiLoCo, make_manager
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 GROUP, GROUPS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"))
+CHECKPOINT = f"plain_{GROUP}.pt"
 
 torch.manual_seed(0)  # all groups start from the same weights
 images = torch.randn(2048, 64)
@@ -29,11 +30,13 @@ sampler = DistributedSampler(dataset, num_replicas=GROUPS, rank=GROUP)
 loader = DataLoader(dataset, batch_size=16, sampler=sampler)
 
 manager = make_manager()  # its id and the lighthouse's address come from the environment
-# Entering DiLoCo waits for the other groups, or takes over their state if they train already.
-with DiLoCo(
-    manager, model, optimizer, sync_every=20, num_replicas=GROUPS, digest_every=1
-) as diloco:
-    epoch = 0
+diloco = DiLoCo(manager, model, optimizer, sync_every=20, num_replicas=GROUPS, digest_every=1)
+trained = (model, optimizer, diloco)
+if os.path.exists(CHECKPOINT):  # this group was killed
+    for each, state in zip(trained, torch.load(CHECKPOINT, weights_only=True), strict=True):
+        each.load_state_dict(state)
+with diloco:  # waits for the other groups, or takes over their state if they train already
+    epoch = diloco.inner_steps // len(loader)
     while diloco.inner_steps < STEPS:
         sampler.set_epoch(epoch)
         epoch += 1
@@ -43,9 +46,13 @@ with DiLoCo(
             loss.backward()
             optimizer.step()  # every 20th one syncs with the other groups
             for sync in diloco.pop_finished_syncs():
-                print(
-                    f"outer step {sync.outer_step}: {sync.num_participants} groups, loss {loss:.3f}"
-                )
+                print(f"step {sync.outer_step}: {sync.num_participants} groups, loss {loss:.3f}")
+            if diloco.inner_steps % 50 == 0:  # killed at any time, it leaves a whole file
+                with open(f"{CHECKPOINT}.part", "wb") as file:
+                    torch.save([each.state_dict() for each in trained], file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(f"{CHECKPOINT}.part", CHECKPOINT)
             if diloco.inner_steps >= STEPS:
                 break
     diloco.final_sync()  # the model now holds the global parameters

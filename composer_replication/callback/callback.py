@@ -135,6 +135,7 @@ class DiLoCoCallback(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         self._group.ask_coordinator()
+        self._job.skip_torn()
         self._is_loading = True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -143,7 +144,7 @@ class DiLoCoCallback(Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._is_loading = False
-        self._group.continuation.check_loaded(state.load_path)
+        self._group.continuation.check_loaded(state.load_path, self._group.has_begun)
         self._job.averages.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:

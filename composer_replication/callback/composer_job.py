@@ -8,22 +8,29 @@ import os
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any, cast
 
 import torch
 from composer import Event, Logger, State, Timestamp, TimeUnit
-from composer.callbacks import CheckpointSaver, LoadCheckpoint
+from composer.callbacks import LoadCheckpoint
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 from torch import Tensor, nn
 
+from composer_replication.callback.checkpoint_savers import (
+    folders_of,
+    pattern_of,
+    savers_of,
+    skip_torn,
+)
 from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.diloco.fence import fence
 from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.replica.ranks import ask_on_rank_0
 
 log = logging.getLogger(__name__)
 
@@ -126,11 +133,19 @@ class ComposerJob(Host):
         return end.value if end is not None and end.unit is TimeUnit.EPOCH else math.inf
 
     @property
-    def latest_checkpoint(self) -> Path | None:
-        for saver in self.state.callbacks:
-            if isinstance(saver, CheckpointSaver) and saver.latest_filename is not None:
-                return Path(saver.latest_filename.format(self.state)).absolute()
-        return None
+    def checkpoints(self) -> str | None:
+        savers = savers_of(self.state)
+        return pattern_of(savers[0], self.state) if savers else None
+
+    @property
+    def saves_to(self) -> list[str]:
+        return [*folders_of(self.state, self.logger)]
+
+    def skip_torn(self) -> None:
+        """Before Composer looks for its newest checkpoint: have it find one that is whole."""
+        said = ask_on_rank_0(partial(skip_torn, self.state, self.group.hold_own_folders))
+        if said is not None:
+            self.group.continuation.skip(said)
 
     # ---- what it shows ----------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -23,6 +24,8 @@ from composer_replication.group.run_folder import last_outer_step
 from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
+log = logging.getLogger(__name__)
+
 
 class Continuation:
     """Keeps DiLoCo's state from one fit to the next, and from a checkpoint to the fit after it.
@@ -43,6 +46,8 @@ class Continuation:
         layout: How this fit's checkpoints store its tensors, from ``begin`` on.
         also_synced: Names of the parameters that belonged to the global state before, also of those
             that are frozen now.
+        unusable: Why this group does not continue from a checkpoint that it has; None if it does,
+            or has none. It may still join others, which hold the run's state.
     """
 
     def __init__(self, host: Host) -> None:
@@ -53,6 +58,7 @@ class Continuation:
         self.left: dict[str, int] | None = None
         self.layout: CheckpointLayout
         self.also_synced: Collection[str] = ()
+        self.unusable: str | None = None
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
 
@@ -60,22 +66,36 @@ class Continuation:
         """Keep what a checkpoint has until the next fit begins."""
         self.loaded = saved
 
-    def check_loaded(self, path: str | None) -> None:
+    def check_loaded(self, path: str | None, has_begun: bool, problem: str | None = None) -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
+
+        In a run that has begun, the group joins others all the same: they hold the state.
 
         Args:
             path: The path of the checkpoint, for errors.
+            has_begun: Whether the run has made outer steps.
+            problem: Why the state cannot be read, if that is known.
 
         Raises:
-            BadStateError: It has training state, but no DiLoCo state.
+            BadStateError: It has training state, but no DiLoCo state, and no others can have it.
         """
         self._path = path
-        if not self.loaded and self._host.steps > 0:
-            raise self._rejection(
-                f"it is of batch {self._host.steps} and has no DiLoCo state: no global "
-                "parameters, no outer momentum",
-                f"Load {self._host.load_weights_only}",
-            )
+        if self.loaded or (problem is None and not self._host.steps):
+            return
+        rejection = self._rejection(
+            problem
+            or f"it is of batch {self._host.steps} and has no DiLoCo state: no global parameters, "
+            "no outer momentum",
+            f"Remove it to continue from the one before, or load {self._host.load_weights_only}",
+        )
+        if not has_begun:
+            raise rejection
+        self.skip(str(rejection))
+
+    def skip(self, problem: str) -> None:
+        """Begin without a checkpoint, and join others in training if there are any."""
+        self.unusable = problem
+        log.warning("%s. This group takes over the state of the others, if they have one", problem)
 
     def begin(self, settings: DiLoCoSettings) -> None:
         """Read what a fit continues from, and have averages taken out of the model.
@@ -154,15 +174,15 @@ class Continuation:
             step, source = known_step, "the coordinator"
         if not step:
             return None
+        why = "" if self.unusable is None else f" ({self.unusable})"
         fix = self._host.load_checkpoint
-        latest = self._host.latest_checkpoint
-        if latest is not None and latest.exists():
+        if latest := self._host.latest_checkpoint:
             fix = f"continue from this group's last checkpoint ({self._host.load_from}={latest})"
         return (
             f"{source} says that this run has made {step} outer steps, and this group starts "
-            f"without a checkpoint: it can join other groups, but it cannot begin the run. If no "
-            f"other group is left, {fix}, or begin another run: use another run_dir, and another "
-            "state folder for its coordinator"
+            f"without a checkpoint{why}: it can join other groups, but it cannot begin the run. If "
+            f"no other group is left, {fix}, or begin another run: use another run_dir, and "
+            "another state folder for its coordinator"
         )
 
     def restore(self, diloco: DiLoCo) -> Mapping[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.options import ReplicaOptions
 from composer_replication.replica.ranks import world_size
 from composer_replication.settings import DiLoCoSettings
@@ -67,6 +68,8 @@ class Host:
     load_checkpoint = "load a checkpoint"
     load_from = "load_path"
     """For an error: how to load a checkpoint, and the argument that names it."""
+    save_argument = "a save_folder"
+    """For an error: the argument that names where a group saves."""
     tokens_fix = "give each batch its tokens"
     """For an error: what to do about a batch whose tokens cannot be counted."""
     data_fix = (
@@ -115,8 +118,15 @@ class Host:
     """Steps so far, skipped ones included, of this group or of the one that it has joined."""
     epochs: float = math.inf
     """After how many epochs training ends; infinite if it does not end by epochs."""
-    latest_checkpoint: Path | None = None
-    """This group's newest checkpoint, which may not exist yet; None if none is saved."""
+    checkpoints: str | None = None
+    """A pattern, as for ``glob``, of this group's checkpoints; None if none is saved."""
+    saves_to: Sequence[str] = ()
+    """The folders, also of object stores, in which this group saves."""
+
+    @property
+    def latest_checkpoint(self) -> Path | None:
+        """This group's newest checkpoint that is whole; None without one."""
+        return None if self.checkpoints is None else newest_whole(self.checkpoints)
 
     def last_step(self, *, is_bound: bool = False) -> int | None:
         """The step at which training ends; None if that is not known.

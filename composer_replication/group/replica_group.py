@@ -22,7 +22,13 @@ from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports
-from composer_replication.group.run_folder import ERROR, EVALUATION, ReplicaFolder
+from composer_replication.group.run_folder import (
+    ERROR,
+    EVALUATION,
+    ReplicaFolder,
+    last_outer_step,
+)
+from composer_replication.group.save_folder import hold, is_remote, release
 from composer_replication.options import (
     DiLoCoOptions,
     ManagerOptions,
@@ -30,7 +36,8 @@ from composer_replication.options import (
     replica_id_of,
 )
 from composer_replication.replica.factory import backend_for, make_manager
-from composer_replication.replica.ranks import broadcast, rank, world_size
+from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.ranks import ask_on_rank_0, broadcast, rank, world_size
 from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -99,6 +106,27 @@ class ReplicaGroup:
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._arguments)
 
+    def hold_folders(self) -> None:
+        """Keep other groups out of the folders in which this one saves. It may be repeated.
+
+        Every rank of the group has to call it.
+
+        Raises:
+            ValueError: Another group saves there.
+        """
+        ask_on_rank_0(self.hold_own_folders)
+
+    def hold_own_folders(self) -> None:
+        """The same, on rank 0 alone."""
+        name = replica_id_of(self.options)
+        hold(self.host.saves_to, name, self, self.host.save_argument)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run has made outer steps. A collective of the group's ranks."""
+        known_step = 0 if self._run is None else self._run.outer_step
+        return ask_on_rank_0(lambda: max(known_step, last_outer_step(self.options.run_dir)) > 0)
+
     # ---- a fit begins -----------------------------------------------------------------------
 
     def join(self, manager: Any = None) -> None:
@@ -127,6 +155,7 @@ class ReplicaGroup:
             )
         name = replica_id_of(self.options)
         try:
+            self.hold_folders()
             self._joined.callback(self.host.averages.leave)
             self.continuation.begin(self.settings)
             folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
@@ -170,6 +199,8 @@ class ReplicaGroup:
             manager = make_manager(**vars(own))
         self.manager = manager
         self._joined.callback(manager.shutdown)
+        if isinstance(manager, ReplicaManager):
+            manager.member.own.saves_to = tuple(filter(is_remote, host.saves_to))
         manager.register_state_dict_fn(host.name, self._receive, host.state_dict)
         diloco = DiLoCo(
             manager,
@@ -406,6 +437,7 @@ class ReplicaGroup:
         with self._leaving:
             if self.manager is manager is not None:
                 self.leave()
+                release(self)
                 log.warning(
                     "This replica group has left: its fit ended with an error. The others "
                     "continue, and it joins them again if fit is called again"
@@ -424,5 +456,6 @@ class ReplicaGroup:
         if error is not None:
             self._reports.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
         self._drop()
+        release(self)
         if self.weights is not None:
             self.weights.remove()

@@ -87,7 +87,6 @@ class Reports:
 
         If it resumes, also where, and how many steps of its earlier process are repeated.
         """
-        latest = self._host.latest_checkpoint
         self.folder.append(
             START,
             {
@@ -97,7 +96,7 @@ class Reports:
                 "inner_steps": diloco.inner_steps,
                 "trained_at": self._before.get("trained_at"),
                 "steps_before": self._before.get("inner_steps") or 0,
-                "checkpoint": None if latest is None else str(latest),
+                "checkpoints": self._host.checkpoints,
             },
         )
         self._members, self._num_groups = members_of(manager), manager.num_participants()

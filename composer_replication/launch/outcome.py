@@ -23,6 +23,7 @@ from composer_replication.coordinator.page import (
 )
 from composer_replication.diloco.fence import fence
 from composer_replication.group import run_folder
+from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
 from composer_replication.group.words import format_duration, listed_groups
 from composer_replication.launch.group import (
@@ -139,8 +140,8 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
         argv: The arguments of the command that was interrupted.
     """
     starts = [last_event(path, START) for path in sorted(run_dir.glob(f"replica_*/{EVENTS}"))]
-    links = [start.get("checkpoint") for start in starts]
-    saved = [str(Path(link).resolve()) for link in links if link and Path(link).exists()]
+    newest = [newest_whole(start.get("checkpoints") or "") for start in starts]
+    saved = [str(path) for path in newest if path is not None]
     if not saved:
         print("No checkpoint was saved. For a run that can go on: a save_folder and save_interval")
         return

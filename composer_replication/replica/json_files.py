@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
@@ -255,13 +256,13 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         ValueError: Another process holds the lock.
     """
     path = folder / name
-    # Python opens files so that child processes do not inherit them. In a child that outlives this
-    # process the lock would stay.
+    # In a child process that outlives this one the lock would stay. Python opens files so that
+    # programs which it starts do not inherit them; a forked child, as a loader's worker, does.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.read(descriptor, 20).decode(errors="replace") or "?"
+        owner = os.read(descriptor, 300).decode(errors="replace") or "?"
         os.close(descriptor)
         raise ValueError(
             f"{folder} is in use by process {owner}: wait for its end, end it, or {fix}"
@@ -270,8 +271,23 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         log.warning("Cannot lock %s (%s): start no other process in its folder", path, error)
     with contextlib.suppress(OSError):  # a full disk: the process id is only for the error above
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, str(os.getpid()).encode())
+        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
+    _locks[path] = descriptor
     return descriptor
+
+
+_locks: dict[Path, int] = {}
+"""The newest descriptor of each lock, which may have been closed since."""
+
+
+def _close_locks() -> None:
+    for path, descriptor in _locks.items():
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), path.stat()):
+                os.close(descriptor)
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 hold_lock = functools.cache(open_lock)

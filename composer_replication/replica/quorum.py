@@ -60,6 +60,7 @@ class Report:
         unreachable: The members of its previous quorum whose address did not answer it.
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.
         gathers: Whether it asks that the messages of this sync are gathered, and not summed.
+        saves_to: The folders in object stores to which its group saves.
         settings: All that has to be equal in all groups: the settings, the model, ranks and shards.
     """
 
@@ -74,6 +75,7 @@ class Report:
     unreachable: tuple[str, ...] = ()
     has_failed: bool = False
     gathers: bool = False
+    saves_to: tuple[str, ...] = ()
     # Not dict[str, Any]: ``converted`` checks JSON by the annotation.
     settings: dict = field(default_factory=dict)
 
@@ -151,6 +153,33 @@ def other_settings(reports: Reports, own_name: str) -> dict[str, str]:
     run = min(reports, key=lambda name: (reports[name].previous is None, -reports[name].step))
     settings = {name: report.settings for name, report in reports.items()}
     return compare_groups(settings, own_name, run)
+
+
+def shared_folders(reports: Reports) -> dict[str, str]:
+    """Name the members that save to a folder in which another one saved before them.
+
+    As with ``second_holders``, the member that was in a quorum before is the first. An earlier
+    process of the same group is no other one.
+
+    Args:
+        reports: Of all members.
+
+    Returns:
+        What is wrong and what to do, by the member's name.
+    """
+    first: dict[str, str] = {}
+    found = {}
+    for name in sorted(reports, key=lambda each: (reports[each].previous is None, each)):
+        group = name.partition(":")[0]
+        for folder in reports[name].saves_to:
+            holder = first.setdefault(folder, group)
+            if holder != group:
+                found[name] = (
+                    f"replica groups {holder} and {group} both save to {folder}, and would "
+                    "overwrite each other's checkpoints: give each a folder of its own, such as "
+                    "one with its REPLICA_GROUP_ID in it"
+                )
+    return found
 
 
 def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> None:

@@ -28,6 +28,7 @@ from composer_replication.replica.quorum import (
     read_handle,
     restrict_quorum,
     second_holders,
+    shared_folders,
     write_handle,
 )
 from composer_replication.settings import TENSORS, SettingsMismatch
@@ -72,8 +73,8 @@ class QuorumMember:
       timeout began when a joiner asked | it declines, and waits for that member, for
       ``MissingMembers.WAIT_FOR_LIVING_S`` |
     | another member waits for somebody | it declines too, and waits with it |
-    | groups with other settings, another model, other ranks or shards | it declines until they have
-      left (``other_settings``) |
+    | groups with other settings, another model, other ranks or shards, or that save to another
+      group's folder | it declines until they have left (``other_settings``, ``shared_folders``) |
     | another member with the replica id of one that was there before | it uses the quorum without
       that member, which leaves if the first holder of the id is alive; if it is not, the member is
       that group started again, and asks again until its dead predecessor is out of the quorum |
@@ -266,7 +267,9 @@ class QuorumMember:
         return not has_restarted and not self.missing.names
 
     def _fits(self, reports: Reports) -> bool:
-        """Whether all members have the run's settings; always true on ranks other than 0.
+        """Whether all members have the run's settings, and folders of their own.
+
+        It is always true on ranks other than 0.
 
         Only rank 0 compares, because torchft gives higher ranks no report of a group that has no
         such rank. Its vote decides for all ranks.
@@ -278,8 +281,12 @@ class QuorumMember:
         except SettingsMismatch as error:
             self._reject(error)
             return False
+        shared = shared_folders(reports)
+        if self.name in shared:
+            self._reject(SettingsMismatch(shared[self.name]))
         self._warn("settings", others)
-        return not others
+        self._warn("folder", shared)
+        return not others and not shared
 
     def _is_first(self, reports: Reports) -> bool:
         """Whether this member is the first holder of its replica id.

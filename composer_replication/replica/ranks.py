@@ -30,13 +30,18 @@ def broadcast(value: Any) -> Any:
     return values[0]
 
 
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks of the group. With several ranks it is a collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def do_all_ranks_agree(vote: bool) -> bool:
     """Whether every rank of the group votes yes. With several ranks it is a collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return vote
-    votes = [vote] * dist.get_world_size()
-    dist.all_gather_object(votes, vote)
-    return all(votes)
+    return all(gather(vote))
 
 
 def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:

@@ -272,7 +272,7 @@ def test_a_run_that_has_begun_is_not_begun_anew_without_a_word(tmp_path):
         fit_alone(max_duration="9ba", **job, **saved, save_overwrite=True)
     message = str(caught.value)
     assert f"{tmp_path / 'run'} says that this run has made 3 outer steps" in message
-    latest = f"{tmp_path}/0/latest-rank0.pt"
+    latest = f"{tmp_path}/0/ba9.pt"
     assert f"load_path={latest}" in message
     # With that, it goes on.
     fit = fit_alone(max_duration="12ba", load_path=latest, **job)

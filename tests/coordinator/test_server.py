@@ -37,7 +37,7 @@ def start(tmp_path):
 
 def test_a_second_coordinator_on_one_state_folder_is_refused(start, tmp_path):
     first = start()
-    message = f"{tmp_path / 'state'} is in use by process {os.getpid()}: "
+    message = f"{tmp_path / 'state'} is in use by process {os.getpid()} on "
     with pytest.raises(ValueError, match=message):
         start()
     start("other")

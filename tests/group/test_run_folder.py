@@ -6,6 +6,7 @@ Real: files in ``tmp_path``. Faked: the clock. ``no_file_above`` is a full disk.
 """
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -116,7 +117,8 @@ def test_a_folder_in_which_another_process_runs_is_refused_before_anything_chang
         assert first.stdout.readline() == "started\n"
         (tmp_path / "STOP").touch()
         said, _ = hold(tmp_path).communicate()
-        assert f"{tmp_path} is in use by process {first.pid}: wait for its end, end it, or" in said
+        owner = f"{first.pid} on {socket.gethostname()}"
+        assert f"{tmp_path} is in use by process {owner}: wait for its end, end it, or" in said
         assert (tmp_path / "STOP").exists()
         with pytest.raises(ValueError, match=r"or give another run_dir=\.\.\."):
             make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")

@@ -14,8 +14,6 @@ import os
 import random
 import sys
 import time
-import zipfile
-from pathlib import Path
 
 import torch
 from composer import Trainer
@@ -60,19 +58,11 @@ class Memory(ComposerModel):
         return outputs
 
 
-def newest_checkpoint(folder):
-    """The newest one that has been written to its end: a killed group may leave half a file."""
-    files = [path for path in folder.glob("*.pt") if not path.is_symlink()]
-    newest_first = sorted(files, key=lambda path: -path.stat().st_mtime)
-    return next(filter(zipfile.is_zipfile, newest_first), None)
-
-
 def train(plan):
     """The process of a rank of a group. It ends when the epochs are over."""
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
     diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
     folder = f"{plan['run_dir']}/replica_{os.environ['REPLICA_GROUP_ID']}"
-    newest = newest_checkpoint(Path(folder) / "checkpoints")
     trainer = Trainer(
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -90,11 +80,12 @@ def train(plan):
         auto_log_hparams=False,
         **(
             {
-                "load_path": str(newest) if newest is not None else None,
+                "run_name": "leased",
+                "autoresume": True,
                 "save_folder": f"{folder}/checkpoints",
                 "save_interval": plan["save_interval"],
                 "save_overwrite": True,
-                "save_num_checkpoints_to_keep": 3,
+                "save_num_checkpoints_to_keep": plan.get("keeps", 3),
             }
             if "save_interval" in plan
             else {}

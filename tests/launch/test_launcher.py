@@ -209,12 +209,13 @@ def test_a_group_that_is_killed_is_started_again_and_the_summary_says_so(tmp_pat
 
 
 SAVES = """
-latest = folder / "checkpoints" / "latest.pt"
-latest.parent.mkdir()
-(folder / "checkpoints" / "ba20.pt").touch()
-if replica_id == "0":
-    latest.symlink_to("ba20.pt")
-record("start", {"checkpoint": str(latest), "joined": 1.0, "trained_at": None})
+import zipfile
+checkpoints = folder / "checkpoints"
+checkpoints.mkdir()
+with zipfile.ZipFile(checkpoints / "ba20.pt", "w") as file:
+    file.writestr("data", "a file of torch's")
+(checkpoints / "ba30.pt").write_bytes((checkpoints / "ba20.pt").read_bytes()[:-1])
+record("start", {"checkpoints": f"{checkpoints}/ba*.pt", "joined": 1.0, "trained_at": None})
 (run_dir / "ready").touch()
 """
 

@@ -21,6 +21,7 @@ from composer_replication.replica.quorum import (
     other_settings,
     restrict_quorum,
     second_holders,
+    shared_folders,
 )
 from composer_replication.settings import SettingsMismatch
 
@@ -98,6 +99,17 @@ def test_the_first_holder_of_a_replica_id_is_the_one_that_was_there_before():
     assert not second_holders({"a:1": new, "b:1": new})
     assert second_holders({"a:2": new, "a:1": new, "b:1": new}) == {"a:2"}
     assert second_holders({"a:1": new, "a:2": old}) == {"a:1"}
+
+
+def test_of_groups_that_save_to_one_remote_folder_the_one_that_was_there_before_stays():
+    new, old = Report(saves_to=("s3://b/f", "s3://b/own")), Report(saves_to=("s3://b/f",))
+    earlier = replace(old, previous=BEFORE)
+    reports = {"a:1": new, "b:1": earlier, "b:2": old, "c:1": Report(), "d:1": Report()}
+    [(name, problem)] = shared_folders(reports).items()
+    assert name == "a:1"
+    assert problem.startswith("replica groups b and a both save to s3://b/f, and would overwrite")
+    assert shared_folders({"a:1": new, "b:1": old}).keys() == {"b:1"}
+    assert not shared_folders({"a:1": new, "a:2": earlier, "b:1": Report(saves_to=("s3://b/g",))})
 
 
 # ---- who is waited for ---------------------------------------------------------------------------

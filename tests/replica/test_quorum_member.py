@@ -471,6 +471,18 @@ def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():
             rank.use(quorum, vote=lambda is_used: False)
 
 
+def test_a_group_that_saves_to_another_s_remote_folder_leaves_and_the_other_waits_for_that():
+    ours = member_of("a"), member_of("b")
+    for member in ours:
+        member.own.saves_to = ("s3://bucket/out",)
+    handles = {member.name: member.add_report(HANDLE, 0) for member in ours}
+    a, b = (lambda m=m: m.use(quorum_of(handles, m.name), lambda is_used: is_used) for m in ours)
+    with pytest.raises(QuorumDeclined):
+        a()
+    with pytest.raises(SettingsMismatch, match="groups a and b both save to s3://bucket/out"):
+        b()
+
+
 # ---- two groups with one replica id --------------------------------------------------------------
 
 BEFORE = PreviousQuorum(2, ("a:1", "a:2", "b:1"))

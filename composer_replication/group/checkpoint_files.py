@@ -1,0 +1,185 @@
+"""Which checkpoints are whole: a group may have been killed while it wrote its newest one.
+
+Imports neither torch nor a trainer, so that the launcher can ask too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+from typing import IO
+
+STATE = "diloco.pt"
+"""A group's part of a checkpoint of Hugging Face's Trainer, in its folder ``checkpoint-<step>``."""
+
+TRAINER_STATE = "trainer_state.json"
+"""What the Trainer itself writes last into that folder."""
+
+NO_STATE = f"{STATE} is missing"
+"""The problem of a folder in which all else is whole: of a training without DiLoCo, perhaps."""
+
+_OF_TRAINER = re.compile(r"checkpoint-\d+")
+_TORN = "torn-"
+_METADATA = ".metadata"
+"""What torch writes last into the folder of a sharded checkpoint."""
+
+
+def newest_whole(pattern: str) -> Path | None:
+    """Return the newest checkpoint from which a group can continue; None if there is none.
+
+    Args:
+        pattern: Of the checkpoints' paths, as for ``glob``.
+    """
+    return whole_of(newest_first(pattern))[0]
+
+
+def newest_first(pattern: str) -> list[Path]:
+    """Return the checkpoints, whole or not, by the numbers in their names.
+
+    Args:
+        pattern: As for ``newest_whole``.
+    """
+
+    def numbers(path: Path) -> list[int]:
+        return [int(each) for each in re.findall(r"\d+", path.name)]
+
+    found = [Path(path) for path in glob(pattern)]
+    own = [path for path in found if not path.name.startswith(_TORN) and not path.is_symlink()]
+    return sorted(own, key=numbers, reverse=True)
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Return why a group cannot continue from a checkpoint; None if it is whole.
+
+    It reads the ends of the files, not all of them: a process that is killed leaves a file cut off,
+    and a power cut leaves it cut off, empty or zeroed.
+
+    Args:
+        checkpoint: A file, or a folder with the files of one checkpoint.
+    """
+    if not checkpoint.is_dir():
+        return _problem_of_file(checkpoint)
+    needed = (TRAINER_STATE, STATE) if _OF_TRAINER.fullmatch(checkpoint.name) else ()
+    for path in [*sorted(checkpoint.rglob("*")), *(checkpoint / name for name in needed)]:
+        problem = None if path.is_dir() else _problem_of_file(path)
+        if path.suffix == ".distcp" and not (path.parent / _METADATA).exists():
+            path, problem = path.parent / _METADATA, "is missing"
+        if problem is not None:
+            return f"{path.relative_to(checkpoint)} {problem}"
+    return None
+
+
+def _problem_of_file(path: Path) -> str | None:
+    try:
+        if not path.exists():
+            return "is missing"
+        if path.suffix == ".json":
+            return _problem_of_json(path)
+        if path.suffix == ".safetensors":
+            return _problem_of_safetensors(path)
+        if path.suffix in (".pt", ".pth", ".bin"):
+            return _problem_of_torch(path)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        return f"cannot be read ({error})"
+    return None
+
+
+def _problem_of_json(path: Path) -> str | None:
+    content = json.loads(path.read_bytes())
+    shards = content.get("weight_map", {}) if isinstance(content, dict) else {}
+    lost = [name for name in {*shards.values()} if not (path.parent / name).exists()]
+    return f"names {min(lost)}, which is missing" if lost else None
+
+
+def _problem_of_safetensors(path: Path) -> str | None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length)) if 0 < length < size else None
+    if header is None:
+        return "is cut off"
+    ends = [each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"]
+    return "is cut off" if size < 8 + length + max(ends, default=0) else None
+
+
+def _problem_of_torch(path: Path) -> str | None:
+    with path.open("rb") as file:
+        begin = file.read(4)
+        if not begin.strip(b"\0"):
+            return "is empty"
+        if begin == b"PK\x03\x04":  # not a file of torch's old format, or a compressed one
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    return None if archive.namelist() else "is cut off"
+            except zipfile.BadZipFile:
+                return "is cut off"
+    return None
+
+
+def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Write a file that has all of its content once it has its name, also after a power cut.
+
+    Args:
+        path: The file. Its folder is made if it is missing.
+        write: Writes the content into an open file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def whole_of(
+    found: Iterable[Path], look: Callable[[Path], str | None] = problem_of
+) -> tuple[Path | None, dict[Path, str]]:
+    """Find the first of several checkpoints that is whole.
+
+    Args:
+        found: The checkpoints, newest first.
+        look: Returns why one is not whole.
+
+    Returns:
+        That checkpoint, None if none is whole; and of those before it why they are not.
+    """
+    torn: dict[Path, str] = {}
+    for path in found:
+        problem = look(path)
+        if problem is None:
+            return path, torn
+        torn[path] = problem
+    return None, torn
+
+
+def set_aside(torn: Mapping[Path, str], whole: Path | None, *, renames: bool = True) -> str:
+    """Rename checkpoints that are not whole: no trainer is to take one for its newest.
+
+    Args:
+        torn: Why each is not whole.
+        whole: The one from which the group continues, if there is one.
+        renames: False only says what another rank does.
+
+    Returns:
+        What has been done, for a warning.
+    """
+    for path in torn if renames else ():
+        aside = path.with_name(f"{_TORN}{path.name}")
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        with suppress(FileNotFoundError):
+            os.replace(path, aside)
+    problems = ", ".join(f"{path} ({problem})" for path, problem in torn.items())
+    instead = "there is no other" if whole is None else f"this group continues from {whole.name}"
+    return (
+        f"Not whole, since the group died while it saved: {problems}. Its name begins with "
+        f"{_TORN} now, and {instead}"
+    )

@@ -1,0 +1,66 @@
+"""Keeps two replica groups from saving in one folder: each would overwrite the other's state."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from composer_replication.replica.json_files import open_lock
+
+LOCK = "_replica_group.lock"
+"""The lock's file. The Trainer does not upload a file whose name begins like this."""
+
+
+class _Lock(NamedTuple):
+    replica_id: str
+    owner: object
+    descriptor: int
+
+
+_held: dict[Path, _Lock] = {}
+"""The folders of this process's groups. In a notebook a group may be built anew while the trainer
+that it had before is not closed."""
+
+
+def is_remote(folder: str) -> bool:
+    """Whether a folder is in an object store, where nothing can be locked."""
+    return "://" in folder
+
+
+def hold(folders: Iterable[str], replica_id: str, owner: object, argument: str) -> None:
+    """Lock the local ones of these folders until ``release``, or the end of this process.
+
+    Args:
+        folders: Where a group saves.
+        replica_id: The group's id. It may hold a folder again.
+        owner: Who will release them.
+        argument: What names the folder in a script, for the error.
+
+    Raises:
+        ValueError: Another group, or another process of this one, saves there.
+    """
+    fix = (
+        f"give each replica group {argument} of its own, such as one with its REPLICA_GROUP_ID in "
+        "it: they would overwrite each other's checkpoints"
+    )
+    for each in folders:
+        if is_remote(each):
+            continue
+        folder = Path(each)
+        folder.mkdir(parents=True, exist_ok=True)
+        folder = folder.resolve()
+        held = _held.get(folder)
+        descriptor = held.descriptor if held is not None and held.replica_id == replica_id else -1
+        if descriptor < 0:
+            descriptor = open_lock(folder, LOCK, fix)
+        _held[folder] = _Lock(replica_id, owner, descriptor)
+
+
+def release(owner: object) -> None:
+    """Release what this owner holds."""
+    for folder, held in [*_held.items()]:
+        if held.owner is owner:
+            del _held[folder]
+            os.close(held.descriptor)
