@@ -94,6 +94,7 @@ class TrainerJob(Host):
     name = "transformers"
     load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
     load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
+    how_to_save = "save_steps in the TrainingArguments"
     load_from = "resume_from_checkpoint"
     save_argument = "an output_dir"
     tokens_fix = "give the model attention_mask or input_ids"

@@ -66,6 +66,8 @@ class Host:
     load_weights_only = "its weights alone"
     """For an error: how to load only the weights of a checkpoint."""
     load_checkpoint = "load a checkpoint"
+    how_to_save = "a save_folder and save_interval"
+    """What a script needs that saves."""
     load_from = "load_path"
     """For an error: how to load a checkpoint, and the argument that names it."""
     save_argument = "a save_folder"

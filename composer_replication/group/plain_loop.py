@@ -12,7 +12,7 @@ from composer_replication.diloco.algorithm import SyncReport
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports, rejections
-from composer_replication.group.run_folder import ERROR, WARNING, ReplicaFolder
+from composer_replication.group.run_folder import ERROR, SAVED, WARNING, ReplicaFolder
 from composer_replication.options import ReplicaEnv, ReplicaOptions
 from composer_replication.replica.ranks import rank
 
@@ -26,6 +26,7 @@ class PlainLoop(Host):
     """
 
     name = "plain loop"
+    how_to_save = "torch.save of diloco.state_dict(), beside the model's and the optimizer's"
     load_checkpoint = "load what it has saved (diloco.load_state_dict, before `with diloco`)"
 
     def __init__(self, diloco: algorithm.DiLoCo, modules: nn.Module) -> None:
@@ -46,6 +47,12 @@ class DiLoCo(algorithm.DiLoCo):
     _reports: Reports | None = None
     _is_resumed = False
     _num_reported = 0
+
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
+        if self._reports is not None:
+            self._reports.folder.append(SAVED, {"batch": self.inner_steps})
+        return super().state_dict(copies=copies)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned, see there."""

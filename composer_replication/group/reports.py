@@ -97,6 +97,9 @@ class Reports:
                 "trained_at": self._before.get("trained_at"),
                 "steps_before": self._before.get("inner_steps") or 0,
                 "checkpoints": self._host.checkpoints,
+                "saves_to": [*self._host.saves_to],
+                "to_save": self._host.how_to_save,
+                "to_load": self._host.load_checkpoint,
             },
         )
         self._members, self._num_groups = members_of(manager), manager.num_participants()

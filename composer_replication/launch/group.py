@@ -176,6 +176,11 @@ class Group:
         return why_nothing_was_learned(self.outer_step, inner_steps, self.fruitless)
 
     @property
+    def continued_at(self) -> float:
+        """When the run was last continued; 0 if it never was."""
+        return max((event["time"] for event in self.others[run_folder.CONTINUED]), default=0.0)
+
+    @property
     def warnings(self) -> list[str]:
         """The warnings about the group's settings and samples, since this object was made."""
         warnings = self.others[run_folder.WARNING]
@@ -184,7 +189,7 @@ class Group:
     @property
     def num_starts(self) -> int:
         """Processes in which it has joined, since the run was begun or continued."""
-        since = max((event["time"] for event in self.others[run_folder.CONTINUED]), default=0.0)
+        since = self.continued_at
         starts = (start for start in self.others[run_folder.START] if start["time"] >= since)
         return len({start.get("started") for start in starts})
 

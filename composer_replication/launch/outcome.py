@@ -24,7 +24,7 @@ from composer_replication.coordinator.page import (
 from composer_replication.diloco.fence import fence
 from composer_replication.group import run_folder
 from composer_replication.group.checkpoint_files import newest_whole
-from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
+from composer_replication.group.run_folder import EVENTS, SAVED, START, log_path
 from composer_replication.group.words import format_duration, listed_groups
 from composer_replication.launch.group import (
     FINISHED,
@@ -139,20 +139,49 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
         run_dir: The run's folder.
         argv: The arguments of the command that was interrupted.
     """
-    starts = [last_event(path, START) for path in sorted(run_dir.glob(f"replica_*/{EVENTS}"))]
-    newest = [newest_whole(start.get("checkpoints") or "") for start in starts]
-    saved = [str(path) for path in newest if path is not None]
+    run = open_run(run_dir)
+    starts = [group.others[START][-1] for group in run.groups.values() if group.others[START]]
+    saved = list(filter(None, map(_saved_by, run.groups.values())))
     if not saved:
-        print("No checkpoint was saved. For a run that can go on: a save_folder and save_interval")
+        how = {start["to_save"]: None for start in starts if start.get("to_save")}
+        fix = " or ".join(how) or "a save_folder and save_interval"
+        print(f"No checkpoint was saved. For a run that can go on: {fix}")
         return
-    print(f"Saved: {', '.join(saved)}")
-    at, own = len(argv), ["autoresume=true", f"run_dir={run_dir}"]
-    if "--" in argv:
-        at, own = argv.index("--"), ["--resume", f"--run-dir={run_dir}"]
-    if own[0] not in argv:
-        before = [word for word in argv[:at] if not word.startswith(("run_dir=", "--run-dir="))]
-        argv = [*before, *own, *argv[at:]]
-    print(f"To go on: {shlex.join(['composer-replication', *argv])}")
+    print(f"Saved: {', '.join(dict.fromkeys(saved))}")
+    print(f"To go on: {shlex.join(['composer-replication', *_going_on(run_dir, argv)])}")
+    how = {start["to_load"]: None for start in starts if start.get("to_load")}
+    if "--" in argv and how:
+        print(f"The script itself has to {' or '.join(how)}")
+
+
+def _saved_by(group: Group) -> str:
+    """Where a group's newest checkpoint is; empty if it has saved none."""
+    start = group.others[START][-1] if group.others[START] else {}
+    newest = newest_whole(start.get("checkpoints") or "")
+    remote = [folder for folder in start.get("saves_to") or () if "://" in folder]
+    by_itself = group.others[SAVED][-1:]  # of a loop which alone knows where
+    if newest is not None or remote:
+        return ", ".join(remote or [str(newest)])
+    return f"by group {group.name} at step {by_itself[0]['batch']}" if by_itself else ""
+
+
+def _going_on(run_dir: Path, argv: Sequence[str]) -> list[str]:
+    """The arguments with which a run goes on in its folder, given those that began it."""
+    is_own = "--" in argv
+    at = argv.index("--") if is_own else len(argv)
+    before, old = [], ("run_dir=", "--run-dir=", "autoresume=")
+    words = iter(argv[:at])
+    for word in words:
+        if word == "--run-dir":
+            next(words, None)
+        elif word != "--resume" and not word.startswith(old):
+            before.append(word)
+    own = (
+        ["--resume", f"--run-dir={run_dir}"]
+        if is_own
+        else ["autoresume=true", f"run_dir={run_dir}"]
+    )
+    return [*before, *own, *argv[at:]]
 
 
 def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Supervisor) -> None:

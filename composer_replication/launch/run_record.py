@@ -15,7 +15,12 @@ from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA, agreement_of
 from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, START, SUMMARY
-from composer_replication.group.words import format_bytes, plural, why_nothing_was_learned
+from composer_replication.group.words import (
+    format_bytes,
+    listed_groups,
+    plural,
+    why_nothing_was_learned,
+)
 from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import finite, read_json, replace_json
 from composer_replication.settings import DiLoCoSettings
@@ -253,14 +258,27 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows += [
             ("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.others[RESUME]
         ]
-        rows += [("error", f"group {id}: {error['error']}") for error in group.errors]
         if group.num_damaged:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
+    rows += _describe_errors(run)
     measured = [group for group in run.groups.values() if group.inner_share is not None]
     each = ", ".join(f"group {group.name} {group.inner_share:.0%}" for group in measured)
     rows += [("time in inner steps", each)] if each else []
     return rows
+
+
+def _describe_errors(run: Run) -> list[tuple[str, str]]:
+    """The errors since the run was begun or continued, each once with the groups that had it."""
+    groups_of: dict[str, list[str]] = {}
+    for id, group in run.groups.items():
+        for error in group.errors:
+            if error.get("time", 0.0) >= group.continued_at:
+                groups_of.setdefault(error["error"], []).append(id)
+    return [
+        ("error", f"{listed_groups([*dict.fromkeys(ids)])}: {text}")
+        for text, ids in groups_of.items()
+    ]
 
 
 def _describe_resume(resume: Mapping[str, Any]) -> str:

@@ -226,7 +226,10 @@ record("start", {"checkpoints": f"{checkpoints}/ba*.pt", "joined": 1.0, "trained
     [
         (SAVES, "launch a.yaml run_dir=r", "launch a.yaml autoresume=true run_dir={}\n"),
         (SAVES, "launch -- python t.py", "launch --resume --run-dir={} -- python t.py"),
-        (SAVES, "launch --resume --run-dir=r -- t", "launch --resume --run-dir=r -- t"),
+        (SAVES, "launch --resume --run-dir=r -- t", "launch --resume --run-dir={} -- t\n"),
+        (SAVES, "launch --run-dir r --resume -- t", "launch --resume --run-dir={} -- t\n"),
+        (SAVES, "launch -- t --resume --run-dir x", "launch --resume --run-dir={} -- t --resume"),
+        (SAVES, "launch a.yaml autoresume=true", "launch a.yaml autoresume=true run_dir={}\n"),
         ("", "launch a.yaml", ""),
     ],
 )
