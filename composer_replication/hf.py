@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from glob import escape
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composer_replication import named_extra
 
 try:
     from transformers import (  # pyright: ignore[reportMissingImports] # only here is it needed
-        ProgressCallback,
         Trainer,
         TrainerCallback,
         TrainingArguments,
@@ -29,166 +25,13 @@ from composer_replication.arguments import takes
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
-from composer_replication.group.checkpoint_files import (
-    NO_STATE,
-    STATE,
-    TRAINER_STATE,
-    newest_first,
-    problem_of,
-    set_aside,
-    whole_of,
-    write_whole,
-)
-from composer_replication.group.host import GroupArguments, Host
+from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE, write_whole
+from composer_replication.group.host import GroupArguments
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
-from composer_replication.replica.ranks import broadcast, gather, rank, world_size
+from composer_replication.hf_job import TrainerJob, check_parallelism
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
-
-log = logging.getLogger(__name__)
-
-
-class Losses:
-    """A Trainer's ``training_step``, which also adds up the losses, on their device.
-
-    Args:
-        of: The Trainer's own.
-
-    Attributes:
-        of: The same.
-        num_steps: Steps since the last ``pop_mean``.
-    """
-
-    def __init__(self, of: Callable[..., Tensor]) -> None:
-        self.of = of
-        self.num_steps = 0
-        self._sum: Tensor | None = None
-
-    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        loss = self.of(*inputs, **named)
-        own = loss.detach().float()
-        self._sum = own if self._sum is None else self._sum + own
-        return loss
-
-    def pop_mean(self) -> float | None:
-        """The mean loss of the steps since the last call, over the group's ranks; None without."""
-        total, num_steps = self._sum, self.num_steps
-        self._sum, self.num_steps = None, 0
-        if total is None or not num_steps:
-            return None
-        if torch.distributed.is_initialized():
-            total = total / world_size()
-            torch.distributed.all_reduce(total)
-        return total.item() / num_steps
-
-
-class TrainerJob(Host):
-    """A ``Trainer`` as the host of a replica group. A joiner takes over its step and scheduler.
-
-    Attributes:
-        trainer: The Trainer whose ``train`` runs, or ran last.
-        losses: Those of its steps.
-    """
-
-    name = "transformers"
-    load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
-    load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
-    how_to_save = "save_steps in the TrainingArguments"
-    load_from = "resume_from_checkpoint"
-    save_argument = "an output_dir"
-    tokens_fix = "give the model attention_mask or input_ids"
-    data_fix = "replica_shard(dataset)"
-    trainer: Trainer
-    group: ReplicaGroup
-    losses: Losses
-
-    # ---- what is trained --------------------------------------------------------------------
-
-    @property
-    def model(self) -> nn.Module:
-        return self.trainer.model
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        own = self.trainer.optimizer
-        return getattr(own, "optimizer", own)  # accelerate has wrapped the optimizer
-
-    def size_of(self, batch: Any, what: str) -> int:
-        tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
-        if what == "samples":
-            return len(tensors[0]) if tensors else 0
-        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-        return int(mask.sum()) if mask is not None else 0 if ids is None else ids.numel()
-
-    # ---- the position in training ------------------------------------------------------------
-
-    @property
-    def steps(self) -> int:
-        return self.trainer.state.global_step
-
-    def last_step(self, *, is_bound: bool = False) -> int | None:
-        return self.trainer.state.max_steps
-
-    @property
-    def checkpoints(self) -> str:
-        return checkpoints_in(Path(self.trainer.args.output_dir))
-
-    @property
-    def saves_to(self) -> list[str]:
-        args = self.trainer.args
-        saves = args.save_strategy != "no" or args.enable_jit_checkpoint
-        return [args.output_dir] if saves else []
-
-    # ---- what it shows ----------------------------------------------------------------------
-
-    def watch_losses(self) -> None:
-        """Add up the losses of the steps from now on. The Trainer logs them rarely, without NaN."""
-        step = self.trainer.training_step
-        self.losses = Losses(step.of if isinstance(step, Losses) else step)
-        self.trainer.training_step = self.losses
-
-    def mean_loss(self) -> float | None:
-        return self.losses.pop_mean()
-
-    def log_metrics(self, metrics: Mapping[str, float]) -> None:
-        control = self.trainer.control
-        wants_own = control.should_log  # on_log resets it, and the Trainer has yet to log this step
-        # The base class's, because TRL's log also takes and clears the averages that it collects.
-        Trainer.log(self.trainer, dict(metrics))
-        control.should_log = wants_own
-
-    @property
-    def shows_position(self) -> bool:
-        return any(isinstance(c, ProgressCallback) for c in self.trainer.callback_handler.callbacks)
-
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
-                callback.training_bar.set_description_str(position, refresh=False)
-
-    # ---- what a joiner gets -----------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        # The sync is in the optimizer's step, after which the Trainer counts it and steps the
-        # scheduler.
-        return {
-            "steps": self.steps + self.group.is_in_step,
-            "schedule": self.trainer.lr_scheduler.state_dict(),
-            "is_in_step": self.group.is_in_step,
-        }
-
-    def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
-        scheduler = self.trainer.lr_scheduler
-        scheduler.load_state_dict(saved["schedule"])
-        if saved["is_in_step"]:
-            # The donor took the step before it; torch warns if a scheduler steps before the
-            # optimizer.
-            self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-            scheduler.step()
-        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-        self.trainer.state.global_step = saved["steps"]
 
 
 class DiLoCoTrainerCallback(TrainerCallback):
@@ -244,33 +87,8 @@ class DiLoCoTrainerCallback(TrainerCallback):
         if resume_from_checkpoint:
             with rejections(self._group.options):
                 self._group.hold_folders()  # another group may be writing the newest one
-                resume_from_checkpoint = self._whole(resume_from_checkpoint)
+                resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
         return train(resume_from_checkpoint, *more, **named)
-
-    def _whole(self, wanted: str | bool) -> str | bool | None:
-        """Return the wanted checkpoint, True: the newest; if it is torn the one before it."""
-        last = None if wanted is True else Path(str(wanted)).absolute()
-        pattern = self._job.checkpoints if last is None else checkpoints_in(last.parent)
-        found = broadcast(newest_first(pattern))  # each node may have a disk of its own
-        if last in found:
-            found = found[found.index(last) :]
-        elif last is not None:
-            return wanted
-        whole, torn = whole_of(found, lambda p: next(filter(None, gather(problem_of(p))), None))
-        if whole is None:
-            whole = next((path for path, problem in torn.items() if problem == NO_STATE), None)
-            torn = dict(takewhile(lambda each: each[0] != whole, torn.items()))
-        if torn:
-            saves = self._job.trainer.args.should_save
-            said = set_aside(torn, whole, renames=saves)
-            if whole is None:
-                self._group.continuation.skip(said)
-            elif not rank():
-                log.warning("%s", said)
-        elif whole is None:
-            self._group.ask_coordinator()
-            return None if self._group.has_begun else wanted
-        return None if whole is None else str(whole)
 
     def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
         train = caller(Trainer.train)
@@ -399,32 +217,3 @@ class DiLoCoTrainerCallback(TrainerCallback):
         # unless all ranks show them. The next step, or the end, puts the local ones back.
         if self.diloco is not None and self._group.weights is not None:
             self._group.weights.show()
-
-
-def checkpoints_in(folder: Path) -> str:
-    """A pattern, as for ``glob``, of the Trainer's checkpoints in a folder."""
-    return f"{escape(str(folder.absolute()))}/checkpoint-*"
-
-
-def check_parallelism(trainer: Trainer) -> None:
-    """Reject what cannot be a replica group.
-
-    Raises:
-        ValueError: The message names it and the fix.
-    """
-    args = trainer.args
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    rejected = {
-        f"nn.DataParallel over {args.n_gpu} GPUs: start the job with torchrun": args.n_gpu > 1,
-        "DeepSpeed: use DDP or FSDP2": trainer.is_deepspeed_enabled,
-        "FSDP version 1: set fsdp_config={'version': 2}": trainer.is_fsdp_enabled
-        and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1,
-        "tensor, context or sequence parallelism: use DDP or FSDP2": parallelism is not None
-        and parallelism.non_data_parallel_size > 1,
-        "auto_find_batch_size, which begins training anew while others wait: set the batch size": (
-            args.auto_find_batch_size
-        ),
-    }
-    for problem, is_there in rejected.items():
-        if is_there:
-            raise ValueError(f"DiLoCo cannot train with {problem}")

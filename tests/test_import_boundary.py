@@ -18,7 +18,8 @@ MAY_IMPORT = {
     "data": "coordinator diloco replica",
     "group": "coordinator data diloco replica",
     "callback": "coordinator data diloco group replica",
-    "hf.py": "coordinator data diloco group replica",
+    "hf.py": "coordinator data diloco group hf_job replica",
+    "hf_job.py": "group replica",
     "simulation": "",
     "training": "callback coordinator data diloco group replica simulation",
     "launch": "coordinator data diloco group plan replica training",
@@ -105,7 +106,7 @@ def test_a_library_is_known_in_one_place(library, users):
 
 AT_ONCE = (
     "training.config training.components settings options replica.lighthouse group.run_folder "
-    "training.text_files plan cli"
+    "group.checkpoint_files training.text_files plan cli"
 ).split()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
+import shutil
 import subprocess
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,9 +20,11 @@ from run_events import syncs_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from common import batch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
+from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
 from hosts.hf_trainers import alone, arguments_of, rows_of, trainer_of  # noqa: E402
 from hosts.host import own_batches  # noqa: E402
 
@@ -107,7 +111,111 @@ def test_a_second_training_counts_each_loss_once(tmp_path):
     assert losses[2:] == pytest.approx([mean(each[:4]), mean(each[4:])], rel=1e-4)
 
 
+# ---- a group that was killed while it saved -------------------------------------------------
+
+SAVES = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
+
+
+def saved(folder):
+    """Train until checkpoints 4, 8 and 12 are there, and return the digest."""
+    trainer = alone(folder, args=SAVES)
+    trainer.train()
+    shutil.rmtree(folder / "checkpoint-12")
+    return trainer.callback.result["global_digest"]
+
+
+@pytest.mark.parametrize("resume", [True, "checkpoint-8"])
+@pytest.mark.parametrize(
+    "name",
+    ["diloco.pt", "model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state.pth"],
+)
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_it_resumes_from_the_one_before_and_says_so(tmp_path, caplog, resume, name, is_empty):
+    digest = saved(tmp_path)
+    torn = tmp_path / "checkpoint-8" / name
+    os.truncate(torn, 0 if is_empty else torn.stat().st_size // 2)
+    trainer = alone(tmp_path, args=SAVES)
+    with caplog.at_level(logging.WARNING, "composer_replication"):
+        trainer.train(resume_from_checkpoint=resume is True or str(tmp_path / resume))
+    assert trainer.callback.result["global_digest"] == digest
+    assert trainer.callback.result["inner_steps"] == 12
+    assert f"{tmp_path / 'checkpoint-8'} ({name} " in caplog.text
+    assert "this group continues from checkpoint-4" in caplog.text
+    assert (tmp_path / "torn-checkpoint-8").is_dir()
+
+
+def test_with_nothing_whole_it_begins_without_unless_the_run_has_begun(tmp_path, caplog):
+    run = {"run_dir": str(tmp_path / "run")}
+    trainer = alone(tmp_path, args=SAVES, settings=run)
+    trainer.train()
+    for step in (4, 8, 12):
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").unlink()
+    for _ in range(2):  # the second time they have been set aside
+        with pytest.raises(ValueError, match="made 3 outer steps, and this group starts without a"):
+            alone(tmp_path, args=SAVES, settings=run).train(resume_from_checkpoint=True)
+    assert "checkpoint-12 (trainer_state.json is missing)" in caplog.text
+    with pytest.raises(ValueError, match="No valid checkpoint found"):  # transformers' own
+        alone(tmp_path, args=SAVES).train(resume_from_checkpoint=True)
+
+
+def test_what_cannot_be_unpickled_is_named_with_what_to_do(tmp_path):
+    saved(tmp_path)
+    path = tmp_path / "checkpoint-8" / "diloco.pt"
+    path.write_bytes(path.read_bytes().replace(b"outer_step", b"\xff" * 10))
+    with pytest.raises(ValueError, match=r"checkpoint-8: diloco.pt cannot be read .*Remove it to"):
+        alone(tmp_path, args=SAVES).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_is_not_whole_while_it_is_written_again(tmp_path):
+    class Looks(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            seen.append(problem_of(tmp_path / f"checkpoint-{state.global_step}"))
+
+    seen, save = [], torch.save
+    alone(tmp_path, Looks(), args=SAVES).train()
+
+    def looks(content, *target, **named):
+        save(content, *target, **named)
+        seen.append(problem_of(tmp_path / "checkpoint-4"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", looks)
+        alone(tmp_path, Looks(), args=SAVES | {"max_steps": 4}).train()
+    assert seen[:3] == [None] * 3 and seen[-1] is None
+    assert len(seen) > 6 and set(seen[3:-1]) == {"trainer_state.json is missing"}
+
+
+# ---- one folder, one group ------------------------------------------------------------------
+
+
+def test_a_second_group_in_an_output_dir_is_refused_before_it_trains(tmp_path):
+    class Starts(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            for resume in (None, True):
+                second = alone(tmp_path, args=SAVES, settings={"replica_id": "1"})
+                with pytest.raises(ValueError, match="in use by.* an output_dir of its own"):
+                    second.train(resume_from_checkpoint=resume)
+                assert second.callback.diloco is None
+            alone(tmp_path, settings={"replica_id": "1"}).train()  # it does not save
+
+    first = alone(tmp_path, Starts(), args=SAVES)
+    first.train()
+    assert first.callback.result["inner_steps"] == 12
+    alone(tmp_path, args=SAVES, settings={"replica_id": "1"}).train()
+
+
 # ---- what people use ------------------------------------------------------------
+
+
+def test_evaluate_and_predict_before_a_training_are_as_without_us(tmp_path):
+    held_out = rows_of([batch(99, 0, 16)])
+    ours, theirs = alone(tmp_path), trainer_of(None, arguments_of(tmp_path))
+    for each in (ours, theirs):
+        each.model.load_state_dict(theirs.model.state_dict())
+    assert ours.evaluate()["eval_loss"] == theirs.evaluate()["eval_loss"]
+    assert (ours.predict(held_out).predictions == theirs.predict(held_out).predictions).all()
+    ours.train()
+    assert ours.evaluate()["eval_loss"] < theirs.evaluate()["eval_loss"]
 
 
 class FailsOnce(TrainerCallback):
