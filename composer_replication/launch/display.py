@@ -23,7 +23,7 @@ from rich.text import Text
 from composer_replication.diloco.fence import fence
 from composer_replication.group.run_folder import OUTER_STEP
 from composer_replication.group.words import format_duration, format_roughly, listed_groups, plural
-from composer_replication.launch.group import RESTARTING, TRAINING, Group, why_lost
+from composer_replication.launch.group import RESTARTING, TRAINING, Group
 from composer_replication.launch.run_record import Run
 
 TABLE_EVERY_S = 0.3
@@ -74,8 +74,10 @@ class LiveRun(Run):
         losses: dict[str, list[str]] = {}
         for name, group in self.groups.items():
             until = self._told_until.get(name, group.began)
-            if lost := sum(each for at, _, each in group.troubles if at > until):
-                text = f"{plural(lost, 'inner step')} thrown away, {why_lost(group.newest)}"
+            new = [each for each in group.troubles if each.steps_lost and each.time > until]
+            if new:
+                lost = sum(each.steps_lost for each in new)
+                text = f"{plural(lost, 'inner step')} thrown away, {new[-1].why_lost}"
                 losses.setdefault(text, []).append(name)
             self._told_until[name] = max(until, group.newest.get("time", 0.0))
         yield from (f"{listed_groups(names)}: {text}" for text, names in losses.items())

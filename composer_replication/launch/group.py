@@ -7,7 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from composer_replication.coordinator.page import Curve
 from composer_replication.group import run_folder
@@ -47,6 +47,39 @@ JOINED = (*TRAINING, "evaluating", FINISHED)
 _ENDED_BADLY = (FAILED, LEFT_OUT, NOT_BACK, REJECTED)
 
 
+class Trouble(NamedTuple):
+    """What was unusual about a sync.
+
+    Attributes:
+        time: When it was over.
+        text: What has happened; empty if nothing was unusual.
+        steps_lost: How many inner steps the group has thrown away.
+        why_lost: Why; empty if it has not.
+    """
+
+    time: float
+    text: str
+    steps_lost: int
+    why_lost: str
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any], at: float) -> Trouble:
+        """Read a line of ``events.jsonl``."""
+        retries, lost = int(line.get("diloco/retries", 0)), int(line.get("diloco/steps_lost", 0))
+        is_finite = math.isfinite(line.get("diloco/pseudo_gradient_norm", 0.0))
+        healed = "loaded the state of the others" if line.get("diloco/healed") else ""
+        unsound = f"pseudo-gradient {'left out' if is_finite else 'not finite'}" if lost else ""
+        why = healed or unsound
+        parts = [
+            why,
+            f"{plural(retries, 'retry', 'retries')} of the sync" if retries else "",
+            f"{plural(lost, 'inner step')} thrown away" if lost else "",
+        ]
+        text = ", ".join(filter(None, parts))
+        step = int(line.get(OUTER_STEP, 0))
+        return cls(at, text and f"outer step {step}: {text}", lost, why)
+
+
 class Group:
     """A replica group, as its ``events.jsonl`` and ``status.json`` show it.
 
@@ -64,8 +97,7 @@ class Group:
         newest: Its newest sync; empty before the first.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
         losses: Rows of batch and loss at evenly spaced syncs.
-        troubles: Syncs that were unusual: when they were over, what happened, and how many inner
-            steps were thrown away.
+        troubles: Syncs that were unusual.
         cosines: Of the newest syncs, those of the mean with the momentum and between groups.
         bytes_sent: What all its ranks have sent in syncs.
         inner_steps: Its inner steps until its newest sync.
@@ -87,7 +119,7 @@ class Group:
         self.result: dict[str, Any] = {}
         self.newest: dict[str, Any] = {}
         self.digests: dict[int, str] = {}
-        self.troubles: deque[tuple[float, str, int]] = deque(maxlen=MAX_EVENTS)
+        self.troubles: deque[Trouble] = deque(maxlen=MAX_EVENTS)
         self.losses = Curve()
         self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
 
@@ -157,9 +189,10 @@ class Group:
         if line.get("diloco/contribution", 1.0):
             self.contributed_at = at
         self.fruitless = 0 if line.get("diloco/total_contribution", 1.0) else self.fruitless + 1
-        self.steps_lost += (lost := int(line.get("diloco/steps_lost", 0)))
-        if trouble := _trouble_of(line):
-            self.troubles.append((at, f"outer step {step}: {trouble}", lost))
+        trouble = Trouble.of(line, at)
+        self.steps_lost += trouble.steps_lost
+        if trouble.text:
+            self.troubles.append(trouble)
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -274,22 +307,3 @@ class Group:
         """The time until the group has trained all batches; None if not known or on hold."""
         is_training = self.phase in TRAINING and not self.silent_s
         return self.status.get("seconds_left") if is_training else None
-
-
-def why_lost(line: Mapping[str, Any]) -> str:
-    """Why a group has thrown inner steps away in a sync."""
-    if line.get("diloco/healed"):
-        return "loaded the state of the others"
-    is_finite = math.isfinite(line.get("diloco/pseudo_gradient_norm", 0.0))
-    return f"pseudo-gradient {'left out' if is_finite else 'not finite'}"
-
-
-def _trouble_of(line: Mapping[str, Any]) -> str:
-    """What was unusual about a sync; empty if nothing was."""
-    retries, lost = int(line.get("diloco/retries", 0)), int(line.get("diloco/steps_lost", 0))
-    parts = [
-        why_lost(line) if line.get("diloco/healed") or lost else "",
-        f"{plural(retries, 'retry', 'retries')} of the sync" if retries else "",
-        f"{plural(lost, 'inner step')} thrown away" if lost else "",
-    ]
-    return ", ".join(filter(None, parts))

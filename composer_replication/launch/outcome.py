@@ -319,8 +319,8 @@ def _events_of(group: Group) -> Iterator[tuple[float, str]]:
         yield line["time"], f"{name} resumed at batch {line['batch']}"
     for line in group.errors:
         yield line["time"], f"{name} ended with an error: {line['error']}"
-    for at, text, _ in group.troubles:
-        yield at, f"{name}, {text}"
+    for trouble in group.troubles:
+        yield trouble.time, f"{name}, {trouble.text}"
 
 
 def write_page(run: Run) -> Path:
