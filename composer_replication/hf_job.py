@@ -143,7 +143,8 @@ class TrainerJob(Host):
             whole = next((path for path, problem in torn.items() if problem == NO_STATE), None)
             torn = dict(takewhile(lambda each: each[0] != whole, torn.items()))
         if torn:
-            said = set_aside(torn, whole, renames=self.trainer.args.should_save)
+            is_own = bool(self.saves_to) and pattern == self.checkpoints  # and so it is locked
+            said = set_aside(torn, whole, renames=is_own and self.trainer.args.should_save)
             if whole is None:
                 self.group.continuation.skip(said)
             elif not rank():
@@ -151,7 +152,7 @@ class TrainerJob(Host):
         elif whole is None:
             self.group.ask_coordinator()
             return None if self.group.has_begun else wanted
-        return None if whole is None else str(whole)
+        return None if whole is None else wanted if whole == last else str(whole)
 
     # ---- what it shows ----------------------------------------------------------------------
 

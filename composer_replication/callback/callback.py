@@ -10,6 +10,7 @@ from composer import Callback, Event, Logger, State, Trainer
 from composer.loggers import LoggerDestination
 
 from composer_replication.arguments import takes
+from composer_replication.callback.checkpoint_savers import check_load_path
 from composer_replication.callback.composer_job import (
     ComposerJob,
     check_loads,
@@ -135,6 +136,7 @@ class DiLoCoCallback(Callback):
 
     def before_load(self, state: State, logger: Logger) -> None:
         self._group.ask_coordinator()
+        check_load_path()
         self._job.skip_torn()
         self._is_loading = True
 

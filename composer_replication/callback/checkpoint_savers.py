@@ -10,11 +10,12 @@ from contextlib import suppress
 from glob import escape
 from pathlib import Path
 
-from composer import Logger, State
+from composer import Logger, State, Trainer
 from composer.callbacks import CheckpointSaver
 from composer.loggers import RemoteUploaderDownloader
 from composer.utils import format_name_with_dist
 
+from composer_replication.group.call_watch import caller
 from composer_replication.group.checkpoint_files import (
     newest_first,
     problem_of,
@@ -52,6 +53,24 @@ def pattern_of(saver: CheckpointSaver, state: State) -> str:
         path = path.parent / str(state.fsdp_config.sharded_ckpt_prefix_dir)
     text = format_name_with_dist(os.path.abspath(path), state.run_name)
     return "*".join(map(escape, re.split(r"\{[^{}]*\}", text)))  # such as {batch}
+
+
+def check_load_path() -> None:
+    """Refuse a torn checkpoint that the Trainer is told to load. Called while it is built.
+
+    Raises:
+        ValueError: It is not whole.
+    """
+    init = caller(Trainer.__init__)
+    asked = {} if init is None else init.f_locals
+    path = asked.get("load_path")
+    if path and not asked["autoresume"] and os.path.exists(path):
+        problem = problem_of(Path(path))
+        if problem is not None:
+            raise ValueError(
+                f"load_path={str(path)!r} is not whole ({problem}): load the checkpoint before it, "
+                "or none, to take over the state of other groups"
+            )
 
 
 def skip_torn(state: State, hold: Callable[[], None]) -> str | None:

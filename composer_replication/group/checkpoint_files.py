@@ -51,8 +51,13 @@ def newest_first(pattern: str) -> list[Path]:
         return [int(each) for each in re.findall(r"\d+", path.name)]
 
     found = [Path(path) for path in glob(pattern)]
-    own = [path for path in found if not path.name.startswith(_TORN) and not path.is_symlink()]
+    own = [path for path in found if not path.name.startswith(_TORN) and not _is_link(path)]
     return sorted(own, key=numbers, reverse=True)
+
+
+def _is_link(path: Path) -> bool:
+    """Whether it is one to a file, such as Composer's ``latest``."""
+    return path.is_symlink() and not path.is_dir()
 
 
 def problem_of(checkpoint: Path) -> str | None:
@@ -166,20 +171,18 @@ def set_aside(torn: Mapping[Path, str], whole: Path | None, *, renames: bool = T
     Args:
         torn: Why each is not whole.
         whole: The one from which the group continues, if there is one.
-        renames: False only says what another rank does.
+        renames: False: leave them as they are, since they are another group's.
 
     Returns:
         What has been done, for a warning.
     """
     for path in torn if renames else ():
         aside = path.with_name(f"{_TORN}{path.name}")
-        if aside.is_dir():
+        if aside.is_dir() and not aside.is_symlink():
             shutil.rmtree(aside)
         with suppress(FileNotFoundError):
             os.replace(path, aside)
     problems = ", ".join(f"{path} ({problem})" for path, problem in torn.items())
-    instead = "there is no other" if whole is None else f"this group continues from {whole.name}"
-    return (
-        f"Not whole, since the group died while it saved: {problems}. Its name begins with "
-        f"{_TORN} now, and {instead}"
-    )
+    renamed = f"It begins with {_TORN} now. " if renames else ""
+    instead = "There is no other" if whole is None else f"This group continues from {whole.name}"
+    return f"Not whole, since the group died while it saved: {problems}. {renamed}{instead}"

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from composer_replication.options import DuplicateIdError
 from composer_replication.replica.json_files import open_lock
 
 LOCK = "_replica_group.lock"
@@ -39,8 +40,10 @@ def hold(folders: Iterable[str], replica_id: str, owner: object, argument: str) 
         argument: What names the folder in a script, for the error.
 
     Raises:
-        ValueError: Another group, or another process of this one, saves there.
+        DuplicateIdError: Another process of this group saves there. It may be about to end.
+        ValueError: Another group saves there.
     """
+    who = f" (replica group {replica_id})"
     fix = (
         f"give each replica group {argument} of its own, such as one with its REPLICA_GROUP_ID in "
         "it: they would overwrite each other's checkpoints"
@@ -54,7 +57,12 @@ def hold(folders: Iterable[str], replica_id: str, owner: object, argument: str) 
         held = _held.get(folder)
         descriptor = held.descriptor if held is not None and held.replica_id == replica_id else -1
         if descriptor < 0:
-            descriptor = open_lock(folder, LOCK, fix)
+            try:
+                descriptor = open_lock(folder, LOCK, fix, who)
+            except ValueError as error:
+                if who in str(error):
+                    raise DuplicateIdError(str(error)) from error
+                raise
         _held[folder] = _Lock(replica_id, owner, descriptor)
 
 

@@ -241,13 +241,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def open_lock(folder: Path, name: str, fix: str) -> int:
+def open_lock(folder: Path, name: str, fix: str, who: str = "") -> int:
     """Keep other processes, and other calls in this one, out of a folder.
 
     Args:
         folder: The folder.
         name: The name of the lock's file in it. The file stays there after the lock is released.
         fix: What else to do if another process holds the lock, for the error.
+        who: What this process is, for the error that another one then gets.
 
     Returns:
         A file descriptor. The lock ends when it is closed, or with this process, however it ends.
@@ -271,7 +272,7 @@ def open_lock(folder: Path, name: str, fix: str) -> int:
         log.warning("Cannot lock %s (%s): start no other process in its folder", path, error)
     with contextlib.suppress(OSError):  # a full disk: the process id is only for the error above
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}".encode())
+        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}{who}".encode())
     _locks[path] = descriptor
     return descriptor
 

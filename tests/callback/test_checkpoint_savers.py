@@ -82,7 +82,16 @@ def test_with_nothing_whole_it_takes_over_the_others_state_or_says_what_is_torn(
     torn(tmp_path / "0")
     with pytest.raises(SimulationError, match="NothingToContinueFromError") as caught:
         fit_alone(max_duration="9ba", diloco=run, **saves)
-    assert f"{tmp_path / '0' / 'ba6.pt'} (is cut off). Its name begins" in str(caught.value)
+    assert f"{tmp_path / '0' / 'ba6.pt'} (is cut off). It begins with torn- now" in str(
+        caught.value
+    )
+
+
+def test_a_torn_checkpoint_that_was_asked_for_is_named_with_what_to_do(tmp_path):
+    fit_alone(max_duration="6ba", **saving(tmp_path, 0))
+    torn(tmp_path / "0")
+    with pytest.raises(SimulationError, match=r"ba6.pt' is not whole \(is cut off\): load the"):
+        fit_alone(max_duration="9ba", load_path=tmp_path / "0" / "ba6.pt")
 
 
 def test_a_checkpoint_without_our_state_is_no_reason_to_stay_away_from_others(tmp_path):

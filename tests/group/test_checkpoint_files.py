@@ -107,13 +107,16 @@ def test_the_newest_is_by_number_and_a_torn_one_is_set_aside_for_the_one_before(
     assert torn == {tmp_path / "checkpoint-100": "diloco.pt is cut off"}
     said = set_aside(torn, whole)
     assert f"{tmp_path / 'checkpoint-100'} (diloco.pt is cut off)" in said
-    assert "this group continues from checkpoint-10" in said
+    assert "This group continues from checkpoint-10" in said
     assert newest_first(pattern)[0].name == "checkpoint-10"
     checkpoint_of_trainer(tmp_path, 100)
     set_aside(torn, whole)  # in the place of the one before
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == ["checkpoint-10", "checkpoint-9", "torn-checkpoint-100"]
     assert newest_whole(f"{tmp_path}/*/none") is None
+    torn = {tmp_path / "checkpoint-10": "is of another group"}
+    assert "begins with" not in set_aside(torn, None, renames=False)
+    assert (tmp_path / "checkpoint-10").exists()
 
 
 def test_a_file_has_its_name_only_with_all_of_its_content(tmp_path):

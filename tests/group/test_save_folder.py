@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from composer_replication.group.save_folder import hold, release
+from composer_replication.options import DuplicateIdError
 
 ARGUMENT = "a save_folder"
 
@@ -29,6 +30,7 @@ time.sleep(60)
 def refusal_of(folder, replica_id="1"):
     with pytest.raises(ValueError, match="in use by process") as caught:
         hold([str(folder)], replica_id, None, ARGUMENT)
+    assert not isinstance(caught.value, DuplicateIdError)
     return str(caught.value)
 
 
@@ -44,7 +46,10 @@ def test_another_process_is_refused_until_the_first_is_killed(tmp_path):
         assert holder.stdout is not None and holder.stdout.readline() == "forked\n"
         said = refusal_of(tmp_path / "out")
         assert said.startswith(f"{tmp_path / 'out'} is in use by process {holder.pid} on ")
+        assert " (replica group 0): wait" in said
         assert "give each replica group a save_folder of its own" in said
+        with pytest.raises(DuplicateIdError):  # of which launch tries again
+            hold([str(tmp_path / "out")], "0", None, ARGUMENT)
         holder.kill()
         holder.wait()
         hold([str(tmp_path / "out")], "1", None, ARGUMENT)  # its worker is still there

@@ -140,7 +140,7 @@ def test_it_resumes_from_the_one_before_and_says_so(tmp_path, caplog, resume, na
     assert trainer.callback.result["global_digest"] == digest
     assert trainer.callback.result["inner_steps"] == 12
     assert f"{tmp_path / 'checkpoint-8'} ({name} " in caplog.text
-    assert "this group continues from checkpoint-4" in caplog.text
+    assert "This group continues from checkpoint-4" in caplog.text
     assert (tmp_path / "torn-checkpoint-8").is_dir()
 
 
