@@ -74,6 +74,19 @@ def test_a_learning_rate_with_which_nothing_is_learned_is_an_error_in_one_senten
     assert all(group.steps_lost >= 30 for group in run.groups)
 
 
+@pytest.mark.skipif(not find_spec("composer"), reason="composer is not installed")
+@pytest.mark.parametrize("command", ["simulate", "train"])
+@pytest.mark.parametrize("run_dir", ["run", "null"])
+def test_the_commands_without_a_coordinator_say_it_too(command, run_dir, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    words = ["optimizer.lr=1e30", f"run_dir={run_dir}"]
+    if command == "train":
+        words += ["callbacks.diloco.num_replicas=1", "callbacks.diloco.replica_id=0"]
+    assert start(tmp_path, command, "tiny.yaml", *words).wait(240) == 1
+    error = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert error.startswith("Error: this run has learned nothing")
+
+
 @pytest.mark.parametrize("host", HOSTS)
 def test_one_bad_batch_costs_a_round_of_one_group_and_is_told(host, tmp_path):
     assert start(tmp_path, *launch(host, "0.1", "0", "15")).wait(240) == 0

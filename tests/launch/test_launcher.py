@@ -48,6 +48,16 @@ result = {"replica_id": replica_id, "inner_steps": 20, "outer_steps": 2, "final_
 record("end", result | {"global_digest": digest, "eval": bits})
 """
 
+DIVERGES = TRAINS
+for old, new in {
+    '"ab"': '"cd"',  # equal parameters, also with the argument that makes them differ
+    '"fragment": 0': '"total_contribution": 0.0',
+    '"outer_step": step': '"outer_step": 0',
+    '"outer_step": 2': '"outer_step": 0',
+    '"outer_steps": 2': '"outer_steps": 0',
+}.items():
+    DIVERGES = DIVERGES.replace(old, new)
+
 CRASHES = """
 if replica_id == "1":
     int("no number")
@@ -185,6 +195,7 @@ BAD_INPUT = "print('a setting'); print('Error: t_warmup=5xx'); raise SystemExit(
     ("body", "status", "said"),
     [
         (TRAINS, 1, "The groups ended with different global parameters"),
+        (DIVERGES, 1, r"\AError: this run has learned nothing: in its last 2 syncs [^\n]+\n\Z"),
         (CRASHES, 1, r"\AError: ValueError: .*'no number' \(group 1, \S+/replica_1/log.txt\)\n\Z"),
         (BAD_INPUT, 2, r"\AError: t_warmup=5xx \(groups? \d.*, \S+/replica_\d/log.txt\)\n\Z"),
         (HAS_JOINED, 1, "(?s)replica_0/events.jsonl has no end with a result.*goodbye"),
