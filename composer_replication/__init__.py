@@ -11,10 +11,10 @@ os.environ.setdefault("RUST_LOG", "warn")
 if TYPE_CHECKING:
     from composer_replication.callback import DiLoCoCallback
     from composer_replication.data.loader import ReplicaDataLoader
-    from composer_replication.diloco.algorithm import DiLoCo
     from composer_replication.diloco.peer_table import DivergenceError
     from composer_replication.diloco.retry import SyncError
     from composer_replication.diloco.sync_report import SyncReport
+    from composer_replication.group.plain_loop import DiLoCo
     from composer_replication.launch.run_record import read_run
     from composer_replication.replica.factory import make_manager
     from composer_replication.settings import DiLoCoSettings
@@ -98,7 +98,7 @@ def lazily(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
 __getattr__ = lazily(
     __name__,
     {
-        "DiLoCo": "composer_replication.diloco.algorithm",
+        "DiLoCo": "composer_replication.group.plain_loop",
         "DiLoCoCallback": "composer_replication.callback.callback",
         "DiLoCoSettings": "composer_replication.settings",
         "DivergenceError": "composer_replication.diloco.peer_table",

@@ -29,16 +29,17 @@ from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.doctor import doctor
 from composer_replication.launch.job import job_of
 from composer_replication.launch.launcher import launch_groups, run_group
-from composer_replication.launch.outcome import finish, print_rows, write_page
+from composer_replication.launch.outcome import finish, print_error, print_rows, write_page
 from composer_replication.launch.output import (
     BAD_INPUT,
+    FAILED,
     INTERRUPTED,
     ignore_output_errors,
     let_rank_0_end_first,
     quiet_others,
     report_error,
 )
-from composer_replication.launch.run_record import describe, open_run
+from composer_replication.launch.run_record import describe, failure_of, open_run
 from composer_replication.launch.supervision import MAX_RESTARTS, SUPERVISED_HANG_TIMEOUT_S
 from composer_replication.plan import (
     HOST_S_PER_PARAM,
@@ -56,7 +57,7 @@ from composer_replication.training.config import (
     read_diloco,
     save_config,
 )
-from composer_replication.training.preflight import check_group
+from composer_replication.training.preflight import check_group, run_dir_of
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer and Hugging Face's Trainer: several replica groups train "
@@ -106,7 +107,7 @@ def root(
 
 
 @command(app)
-def train(config: Config, overrides: Overrides = None) -> None:
+def train(config: Config, overrides: Overrides = None) -> int:
     """Train one replica group. `composer -n N` and torchrun can start it with several processes.
 
     Args:
@@ -122,7 +123,11 @@ def train(config: Config, overrides: Overrides = None) -> None:
 
     gc.freeze()
     gc.enable()
-    run(checked)
+    result = run(checked)
+    if failure := failure_of(result, run_dir_of(checked)):
+        print_error(f"Error: {failure}")
+        return FAILED
+    return 0
 
 
 @command(app, "launch", cls=TakesCommand)
@@ -247,3 +252,5 @@ def report(run_dir: Annotated[Path, typer.Argument()]) -> None:
     """
     run = open_run(run_dir)
     print_rows([*describe(run), ("page", str(write_page(run)))])
+    if run.failure:
+        print_error(f"Error: {run.failure}")

@@ -62,8 +62,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._hook: Any = None
         self._evaluations_left = 0
         self._is_terminated = False
-        self._loss: float | None = None
-        """The mean loss that the Trainer has logged since the last step."""
 
     @property
     def diloco(self) -> DiLoCo | None:
@@ -110,6 +108,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._job.watch_losses()
         for each in self._job.trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
@@ -141,20 +140,18 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._group.note_progress()
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
-        if self._group.end_step(self._loss):
+        self._job.losses.num_steps += 1
+        if self._group.end_step():
             control.should_training_stop = True
-        self._loss = None
         self._end_or_evaluate(control)
 
     def on_epoch_end(self, args, state, control, **kwargs: Any) -> None:
         self._end_or_evaluate(control)
 
     def on_log(self, args, state, control, logs: Any = None, **kwargs: Any) -> None:
-        logs = logs or {}
-        self._loss = logs.get("loss", self._loss)
         # The Trainer's last log. It comes before load_best_model_at_end, whose weights a final sync
         # would take for this group's training, and also after an early stop at an epoch's end.
-        if "train_loss" in logs:
+        if "train_loss" in (logs or {}):
             self._end()
 
     def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:

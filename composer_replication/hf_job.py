@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from glob import escape
 from itertools import takewhile
 from pathlib import Path
@@ -25,9 +25,43 @@ from composer_replication.group.checkpoint_files import (
 )
 from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
-from composer_replication.replica.ranks import broadcast, gather, rank
+from composer_replication.replica.ranks import broadcast, gather, rank, world_size
 
 log = logging.getLogger(__name__)
+
+
+class Losses:
+    """A Trainer's ``training_step``, which also adds up the losses, on their device.
+
+    Args:
+        of: The Trainer's own.
+
+    Attributes:
+        of: The same.
+        num_steps: Steps since the last ``pop_mean``.
+    """
+
+    def __init__(self, of: Callable[..., Tensor]) -> None:
+        self.of = of
+        self.num_steps = 0
+        self._sum: Tensor | None = None
+
+    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
+        loss = self.of(*inputs, **named)
+        own = loss.detach().float()
+        self._sum = own if self._sum is None else self._sum + own
+        return loss
+
+    def pop_mean(self) -> float | None:
+        """The mean loss of the steps since the last call, over the group's ranks; None without."""
+        total, num_steps = self._sum, self.num_steps
+        self._sum, self.num_steps = None, 0
+        if total is None or not num_steps:
+            return None
+        if torch.distributed.is_initialized():
+            total = total / world_size()
+            torch.distributed.all_reduce(total)
+        return total.item() / num_steps
 
 
 class TrainerJob(Host):
@@ -35,17 +69,20 @@ class TrainerJob(Host):
 
     Attributes:
         trainer: The Trainer whose ``train`` runs, or ran last.
+        losses: Those of its steps.
     """
 
     name = "transformers"
     load_weights_only = "its weights alone (from_pretrained, without resume_from_checkpoint)"
     load_checkpoint = "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))"
+    how_to_save = "save_steps in the TrainingArguments"
     load_from = "resume_from_checkpoint"
     save_argument = "an output_dir"
     tokens_fix = "give the model attention_mask or input_ids"
     data_fix = "replica_shard(dataset)"
     trainer: Trainer
     group: ReplicaGroup
+    losses: Losses
 
     # ---- what is trained --------------------------------------------------------------------
 
@@ -118,6 +155,15 @@ class TrainerJob(Host):
         return None if whole is None else wanted if whole == last else str(whole)
 
     # ---- what it shows ----------------------------------------------------------------------
+
+    def watch_losses(self) -> None:
+        """Add up the losses of the steps from now on. The Trainer logs them rarely, without NaN."""
+        step = self.trainer.training_step
+        self.losses = Losses(step.of if isinstance(step, Losses) else step)
+        self.trainer.training_step = self.losses
+
+    def mean_loss(self) -> float | None:
+        return self.losses.pop_mean()
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         control = self.trainer.control

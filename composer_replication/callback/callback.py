@@ -174,7 +174,9 @@ class DiLoCoCallback(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         loss = state.total_loss_dict.get("loss/train/total")
-        if self._group.end_step(None if loss is None else float(loss)):
+        if loss is not None:
+            self._job.losses.append(float(loss))
+        if self._group.end_step():
             state.stop_training()
 
     # During a fit, evaluators run between the first two of these events; in Trainer.eval, between

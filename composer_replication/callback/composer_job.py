@@ -48,6 +48,7 @@ class ComposerJob(Host):
     Attributes:
         state: Composer's, of the Trainer that calls the callback.
         logger: Composer's.
+        losses: Those of the steps since the last sync, each a mean over the group's ranks.
     """
 
     name = "composer"
@@ -62,10 +63,12 @@ class ComposerJob(Host):
 
     def __init__(self) -> None:
         self.averages = WeightAverages()
+        self.losses: list[float] = []
 
     def before_join(self) -> None:
         """Prepare for a fit. Called in ``Trainer.fit``, before the group joins."""
         self.averages.before_join()
+        self.losses = []
         trainer = trainer_in_fit()
         by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
         self._steps_by_epoch, self._has_warned = by_epoch, False
@@ -146,6 +149,14 @@ class ComposerJob(Host):
             self.group.continuation.skip(said)
 
     # ---- what it shows ----------------------------------------------------------------------
+
+    @property
+    def last_loss(self) -> float | None:
+        return self.losses[-1] if self.losses else None
+
+    def mean_loss(self) -> float | None:
+        losses, self.losses = self.losses, []
+        return sum(losses) / len(losses) if losses else None
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         for destination in self.logger.destinations:

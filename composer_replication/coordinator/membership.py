@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import socket
 import threading
@@ -23,8 +22,10 @@ from composer_replication.coordinator.client import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport, RunInfo
+from composer_replication.diloco.fence import fence
 from composer_replication.diloco.fragments import described_tensors, model_fingerprint
 from composer_replication.options import ReplicaEnv, ReplicaOptions, replica_id_of
+from composer_replication.replica.json_files import finite
 from composer_replication.replica.ranks import ask_on_rank_0
 
 log = logging.getLogger(__name__)
@@ -140,12 +141,9 @@ class Membership:
             raise self._refusal
 
     def report_progress(self, progress: Mapping[str, Any]) -> None:
-        """Set what the next heartbeat reports."""
-        self._progress = {
-            name: value
-            for name, value in progress.items()
-            if value is not None and not (isinstance(value, float) and not math.isfinite(value))
-        }
+        """Set what the next heartbeat reports, without numbers that JSON does not have."""
+        known = finite(progress)
+        self._progress = {name: value for name, value in known.items() if value is not None}
 
     def report_commit(self, report: CommitReport) -> None:
         """Send a report after the next heartbeat, instead of one that has not arrived yet."""
@@ -195,23 +193,28 @@ class Membership:
         last = time.monotonic()
         while not self._left.wait(last + self._interval_s - time.monotonic()):
             last = time.monotonic()
-            try:
-                # Everything is sent once: the next round is the next attempt.
-                self._heartbeat(self.client.with_limits(retry_s=0.0))
-                # The coordinator answers heartbeats from memory, and the rest from its database.
-                # While that stalls, these two must not delay the next heartbeat past the limit.
-                limits = {"retry_s": 0.0, "timeout_s": self._timeout_s / 3}
-                self.send_report(self.client.with_limits(**limits))
-                if self._is_away:
-                    log.info("The coordinator is back")
-                self._is_away = False
-            except CoordinatorAwayError as error:
-                if not self._is_away:
-                    log.warning("Training goes on without the coordinator: %s", error)
-                self._is_away = True
-            except RejectedByCoordinatorError as error:
-                self._refusal = error
+            # An error that nobody has foreseen costs one heartbeat, not all that follow.
+            with fence("the coordinator how this group is doing"):
+                self._report_once()
+            if self._refusal is not None:
                 return
+
+    def _report_once(self) -> None:
+        try:
+            # Everything is sent once: the next round is the next attempt.
+            self._heartbeat(self.client.with_limits(retry_s=0.0))
+            # The coordinator answers heartbeats from memory, and the rest from its database. While
+            # that stalls, these two must not delay the next heartbeat past the limit.
+            self.send_report(self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3))
+            if self._is_away:
+                log.info("The coordinator is back")
+            self._is_away = False
+        except CoordinatorAwayError as error:
+            if not self._is_away:
+                log.warning("Training goes on without the coordinator: %s", error)
+            self._is_away = True
+        except RejectedByCoordinatorError as error:
+            self._refusal = error
 
     def _heartbeat(self, client: CoordinatorClient) -> None:
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from composer_replication.replica.json_files import replace_text
+from composer_replication.replica.json_files import finite, replace_text
 
 PAGE_DATA = "page.json"
 """In the state folder: the data that the page had when the service ended."""
@@ -89,11 +88,14 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
 
     Args:
         status: As ``/v1/status`` returns it.
-        record: Its ``groups`` has more columns of each group, and its ``events`` are added. Other
-            keys replace those of the status.
+        record: Its ``groups`` has more columns of each group, ``unregistered`` what there is of a
+            group that sends no heartbeats, and its ``events`` are added. Other keys replace those
+            of the status.
     """
-    rest = {name: value for name, value in record.items() if name not in ("groups", "events")}
+    own = ("groups", "unregistered", "events")
+    rest = {name: value for name, value in record.items() if name not in own}
     groups, shown = record.get("groups", {}), {r["replica_id"]: r for r in status["replicas"]}
+    shown = {**record.get("unregistered", {}), **shown}
     return {
         **status,
         **rest,
@@ -122,14 +124,3 @@ def agreement_of(digests: Mapping[int, Mapping[str, str]]) -> dict[str, Any] | N
     differing = [step for step in several if len(set(digests[step].values())) > 1]
     newest = several[-1]
     return {"outer_step": newest, "digests": dict(digests[newest]), "differing": differing[-20:]}
-
-
-def finite(value: Any) -> Any:
-    """Replace numbers that JSON does not have, NaN and infinity, by None."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value

@@ -230,7 +230,8 @@ class OuterLoop:
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
         is_idle = self._is_idle or not self.peer_table.is_training
-        if not moved and (self.peer_table.is_joining or is_idle):
+        ends = is_idle and not self._steps_lost  # steps that the run's last sync drops are told
+        if not moved and (self.peer_table.is_joining or ends):
             return  # a cold start, a resume of all groups, or an end: no outer step to report
         self.reports.append(self._report_of(fragment, seconds, retries))
         if fragment.mean.contribution:

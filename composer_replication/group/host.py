@@ -66,6 +66,8 @@ class Host:
     load_weights_only = "its weights alone"
     """For an error: how to load only the weights of a checkpoint."""
     load_checkpoint = "load a checkpoint"
+    how_to_save = "a save_folder and save_interval"
+    """What a script needs that saves."""
     load_from = "load_path"
     """For an error: how to load a checkpoint, and the argument that names it."""
     save_argument = "a save_folder"
@@ -138,6 +140,17 @@ class Host:
         raise NotImplementedError
 
     # ---- what it shows ----------------------------------------------------------------------
+
+    last_loss: float | None = None
+    """The loss of the newest step, a mean over the group's ranks; None where it is not known, or
+    only the device knows it."""
+
+    def mean_loss(self) -> float | None:
+        """The mean loss of the steps since the last call, over the group's ranks; None: not known.
+
+        Every rank calls it, and only after a sync: it may wait for the device and for other ranks.
+        """
+        return None
 
     shows_position = False
     """Whether the trainer has a progress bar, for ``show_position`` after each step."""

@@ -268,11 +268,8 @@ class ReplicaGroup:
         elif self.settings.weight_by == "tokens":
             self.diloco.count_tokens(self.host.size_of_all(batch, "tokens"))
 
-    def end_step(self, loss: float | None = None) -> bool:
+    def end_step(self) -> bool:
         """End a step, also one in which the optimizer was not called because of an overflow.
-
-        Args:
-            loss: The loss of the step, a mean over the group's ranks, if the trainer knows it.
 
         Returns:
             Whether to end training, since the run's folder says so.
@@ -287,8 +284,6 @@ class ReplicaGroup:
         if self.data is not None:
             self.data.after_batch()
         self._check_launcher()
-        if loss is not None:
-            self._reports.losses.append(loss)
         if not self._report("training") or not broadcast(self._reports.folder.asks_to_stop):
             return False
         log.info(
@@ -404,11 +399,11 @@ class ReplicaGroup:
         self._keep()
         self._drop()
         self._reports.folder.write_end(self.result)
-        log.info(
-            "Ended after %d outer steps: global parameters %s",
-            self.result["outer_steps"],
-            self.result["global_digest"][:8],
-        )
+        steps = self.result["outer_steps"]
+        if not steps and self.result["inner_steps"]:
+            log.error("Ended without an outer step: nothing of this training is in the model")
+        digest = self.result["global_digest"][:8]
+        log.info("Ended after %d outer steps: global parameters %s", steps, digest)
 
     def _keep(self) -> None:
         """Keep what the fit has left, for the next one."""

@@ -46,14 +46,12 @@ class Reports:
 
     Attributes:
         folder: The same.
-        losses: The losses of the steps since the last sync, each a mean over the group's ranks.
         final_loss: The mean training loss of the last round that had steps; None before.
     """
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
         self.folder, self._settings, self._host = folder, settings, host
         self._before = folder.reached() or {}  # empty if an error has been logged
-        self.losses: list[float] = []
         self._began: tuple[int, float, float] | None = None
         self._phase = ""
         self._due = 0.0
@@ -99,6 +97,9 @@ class Reports:
                 "trained_at": self._before.get("trained_at"),
                 "steps_before": self._before.get("inner_steps") or 0,
                 "checkpoints": self._host.checkpoints,
+                "saves_to": [*self._host.saves_to],
+                "to_save": self._host.how_to_save,
+                "to_load": self._host.load_checkpoint,
             },
         )
         self._members, self._num_groups = members_of(manager), manager.num_participants()
@@ -135,16 +136,15 @@ class Reports:
             reports: Of the syncs since the last call.
             manager: This group's; None after it has left.
         """
-        self._report_syncs(reports)
+        loss = self._host.mean_loss()  # it may wait for other ranks, so no fence is around it
+        self.final_loss = self.final_loss if loss is None else loss
+        self._report_syncs(reports, loss)
         if manager is not None:
             self._report_members(reports[-1], manager)
 
     @fence("the syncs")
-    def _report_syncs(self, reports: Sequence[SyncReport]) -> None:
+    def _report_syncs(self, reports: Sequence[SyncReport], loss: float | None) -> None:
         for report in reports:
-            loss = sum(self.losses) / len(self.losses) if self.losses else None
-            self.losses.clear()
-            self.final_loss = self.final_loss if loss is None else loss
             metrics = numbers_of(report)
             metrics["diloco/round"] = self._round(report.inner_steps, report.outer_step)
             self._host.log_metrics({**metrics})
@@ -169,6 +169,7 @@ class Reports:
                 report.sync_seconds,
                 f", {report.retries} retries" if report.retries else "",
             )
+            loss = None  # all steps were before the first one
 
     @fence("who takes part")
     def _report_members(self, report: SyncReport, manager: Any) -> None:
@@ -241,7 +242,7 @@ class Reports:
             "inner_steps": diloco.inner_steps,
             "outer_step": diloco.outer_step,
             "round": self._round(diloco.inner_steps, diloco.outer_step),
-            "loss": self.losses[-1] if self.losses else self.final_loss,
+            "loss": self.final_loss if self._host.last_loss is None else self._host.last_loss,
         }
         if phase == "training" and self._is_warm_up(diloco.outer_step + 1):
             phase = "warm-up"

@@ -34,6 +34,8 @@ STOP = "STOP"
 
 START, RESUME, SYNC, EVALUATION = "start", "resume", "sync", "evaluation"
 ERROR, REJECTION, END = "error", "rejection", "end"
+SAVED = "saved"
+"""The kind of event for a state that a loop of one's own has taken, to write it where it likes."""
 WARNING = "warning"
 """The kind of event for a warning about a group's settings, which ``launch`` shows."""
 CONTINUED = "continued"

@@ -4,6 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+FRUITLESS_SYNCS = 2
+"""After so many syncs in a row to which no group has contributed, a run that ends has failed. After
+one such sync the groups go on from the global parameters: a bad batch costs a round."""
+
+
+def why_nothing_was_learned(outer_steps: int, inner_steps: int, fruitless: int) -> str:
+    """Say why training that has ended without an error is no success; empty if it is one.
+
+    Args:
+        outer_steps: Outer steps of the run.
+        inner_steps: Inner steps of the group.
+        fruitless: The number of its last syncs to which no group has contributed.
+    """
+    if fruitless >= (FRUITLESS_SYNCS if outer_steps else 1):
+        since = f" since outer step {outer_steps}" if outer_steps else ""
+        syncs = "sync" if fruitless == 1 else f"{fruitless} syncs"
+        return (
+            f"this run has learned nothing{since}: in its last {syncs} every "
+            "group's pseudo-gradient was not finite or far too long, and was thrown away; lower "
+            "the learning rate, or find the batch whose loss is not finite"
+        )
+    if inner_steps and not outer_steps:
+        return (
+            f"this run has learned nothing: its {plural(inner_steps, 'inner step')} were never "
+            "synced; use a sync_every below that, or leave final_sync on"
+        )
+    return ""
+
 
 def plural(number: int, thing: str, things: str = "") -> str:
     """Format a number with its noun.

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from composer_replication.coordinator.page import Curve
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
-from composer_replication.group.words import format_roughly, plural
+from composer_replication.group.words import (
+    FRUITLESS_SYNCS,
+    format_roughly,
+    plural,
+    why_nothing_was_learned,
+)
 from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
 
 MAX_DIGESTS = 1000
@@ -41,6 +47,39 @@ JOINED = (*TRAINING, "evaluating", FINISHED)
 _ENDED_BADLY = (FAILED, LEFT_OUT, NOT_BACK, REJECTED)
 
 
+class Trouble(NamedTuple):
+    """What was unusual about a sync.
+
+    Attributes:
+        time: When it was over.
+        text: What has happened; empty if nothing was unusual.
+        steps_lost: How many inner steps the group has thrown away.
+        why_lost: Why; empty if it has not.
+    """
+
+    time: float
+    text: str
+    steps_lost: int
+    why_lost: str
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any], at: float) -> Trouble:
+        """Read a line of ``events.jsonl``."""
+        retries, lost = int(line.get("diloco/retries", 0)), int(line.get("diloco/steps_lost", 0))
+        is_finite = math.isfinite(line.get("diloco/pseudo_gradient_norm", 0.0))
+        healed = "loaded the state of the others" if line.get("diloco/healed") else ""
+        unsound = f"pseudo-gradient {'left out' if is_finite else 'not finite'}" if lost else ""
+        why = healed or unsound
+        parts = [
+            why,
+            f"{plural(retries, 'retry', 'retries')} of the sync" if retries else "",
+            f"{plural(lost, 'inner step')} thrown away" if lost else "",
+        ]
+        text = ", ".join(filter(None, parts))
+        step = int(line.get(OUTER_STEP, 0))
+        return cls(at, text and f"outer step {step}: {text}", lost, why)
+
+
 class Group:
     """A replica group, as its ``events.jsonl`` and ``status.json`` show it.
 
@@ -51,32 +90,36 @@ class Group:
 
     Attributes:
         name: The group's id.
+        began: When this object was made.
         status: The newest ``status.json``.
         others: Its events other than syncs, by kind.
         result: Its final result; empty if it has none.
         newest: Its newest sync; empty before the first.
         digests: Digest of the global parameters by outer step, of the newest ``MAX_DIGESTS`` steps.
         losses: Rows of batch and loss at evenly spaced syncs.
-        troubles: Syncs that were unusual: when they were over, and what happened.
+        troubles: Syncs that were unusual.
         cosines: Of the newest syncs, those of the mean with the momentum and between groups.
         bytes_sent: What all its ranks have sent in syncs.
         inner_steps: Its inner steps until its newest sync.
+        steps_lost: Those of its inner steps that were thrown away.
+        fruitless: The number of its last syncs to which no group has contributed.
+        contributed_at: When the newest sync to which it has contributed was over.
     """
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name.removeprefix("replica_")
         self._folder = folder
         self._reader = JsonLineReader(folder / EVENTS)
-        self._began = time.time()  # a continued run has earlier events
-        self._length = self.inner_steps = self.bytes_sent = 0
-        self._position = self._inner_s = self._all_s = 0.0
+        self.began = time.time()  # a continued run has earlier events
+        self._length = self.inner_steps = self.bytes_sent = self.steps_lost = self.fruitless = 0
+        self._position = self._inner_s = self._all_s = self.contributed_at = 0.0
         self._fragment_bytes: dict[int, int] = {}
         self.status: dict[str, Any] = {}
         self.others: dict[str, list[dict[str, Any]]] = defaultdict(list)
         self.result: dict[str, Any] = {}
         self.newest: dict[str, Any] = {}
         self.digests: dict[int, str] = {}
-        self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
+        self.troubles: deque[Trouble] = deque(maxlen=MAX_EVENTS)
         self.losses = Curve()
         self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
 
@@ -134,8 +177,8 @@ class Group:
         of_fragment = ranks * line.get("diloco/bytes_float32", 0)
         self._fragment_bytes[line.get("diloco/fragment", 0)] = of_fragment
         self.inner_steps = max(self.inner_steps, line.get("inner_steps", 0))
-        if "batch" in line:
-            self.losses.add(step, [line["batch"], line.get("loss")])
+        if "batch" in line and line.get("loss") is not None:  # the host of a plain loop has none
+            self.losses.add(step, [line["batch"], line["loss"]])
         if digest := line.get("diloco/global_digest"):
             self.digests.pop(step, None)  # repeated after a resume
             self.digests[step] = digest
@@ -143,8 +186,13 @@ class Group:
                 del self.digests[next(iter(self.digests))]
         if "diloco/momentum_cosine" in line and "diloco/group_cosine" in line:
             self.cosines.append((line["diloco/momentum_cosine"], line["diloco/group_cosine"]))
-        if trouble := _trouble_of(line):
-            self.troubles.append((at, f"outer step {step}: {trouble}"))
+        if line.get("diloco/contribution", 1.0):
+            self.contributed_at = at
+        self.fruitless = 0 if line.get("diloco/total_contribution", 1.0) else self.fruitless + 1
+        trouble = Trouble.of(line, at)
+        self.steps_lost += trouble.steps_lost
+        if trouble.text:
+            self.troubles.append(trouble)
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -153,15 +201,28 @@ class Group:
         return sorted(errors, key=lambda error: error.get("time", 0.0))
 
     @property
+    def failure(self) -> str:
+        """Why the run is no success, as this group has seen it; empty if it is one, or goes on."""
+        if not self.result and self.fruitless < FRUITLESS_SYNCS:
+            return ""
+        inner_steps = max(self.inner_steps, self.result.get("inner_steps", 0))
+        return why_nothing_was_learned(self.outer_step, inner_steps, self.fruitless)
+
+    @property
+    def continued_at(self) -> float:
+        """When the run was last continued; 0 if it never was."""
+        return max((event["time"] for event in self.others[run_folder.CONTINUED]), default=0.0)
+
+    @property
     def warnings(self) -> list[str]:
         """The warnings about the group's settings and samples, since this object was made."""
         warnings = self.others[run_folder.WARNING]
-        return [event["warning"] for event in warnings if event["time"] >= self._began]
+        return [event["warning"] for event in warnings if event["time"] >= self.began]
 
     @property
     def num_starts(self) -> int:
         """Processes in which it has joined, since the run was begun or continued."""
-        since = max((event["time"] for event in self.others[run_folder.CONTINUED]), default=0.0)
+        since = self.continued_at
         starts = (start for start in self.others[run_folder.START] if start["time"] >= since)
         return len({start.get("started") for start in starts})
 
@@ -224,7 +285,8 @@ class Group:
     @property
     def outer_step(self) -> int:
         """The newest outer step that the group has taken or taken over."""
-        return int(max(self.status.get("outer_step") or 0, self.newest.get(OUTER_STEP, 0)))
+        at_end = self.result.get("outer_steps", 0)
+        return int(max(self.status.get("outer_step") or 0, self.newest.get(OUTER_STEP, 0), at_end))
 
     @property
     def step(self) -> str:
@@ -245,14 +307,3 @@ class Group:
         """The time until the group has trained all batches; None if not known or on hold."""
         is_training = self.phase in TRAINING and not self.silent_s
         return self.status.get("seconds_left") if is_training else None
-
-
-def _trouble_of(line: Mapping[str, Any]) -> str:
-    """What was unusual about a sync; empty if nothing was."""
-    retries, lost = int(line.get("diloco/retries", 0)), int(line.get("diloco/steps_lost", 0))
-    parts = [
-        "loaded the state of the others" if line.get("diloco/healed") else "",
-        f"{plural(retries, 'retry', 'retries')} of the sync" if retries else "",
-        f"{plural(lost, 'inner step')} thrown away" if lost else "",
-    ]
-    return ", ".join(filter(None, parts))

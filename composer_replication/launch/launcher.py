@@ -39,6 +39,7 @@ from composer_replication.launch.outcome import (
     explain_failures,
     explain_interrupt,
     keep_page,
+    print_error,
 )
 from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
@@ -225,8 +226,8 @@ def run_group(
         run_dir: The run's folder. Default: COMPOSER_REPLICATION_RUN_DIR, else a temporary one.
 
     Returns:
-        The exit status of the command's last end; 128 and the signal's number if one ended it, and
-        130 if this process was interrupted.
+        The exit status of the command's last end; 128 and the signal's number if one ended it, 130
+        if this process was interrupted, and 1 if the run has learned nothing.
 
     Raises:
         ConfigError: There is no such command, or the group has no id.
@@ -269,6 +270,9 @@ def run_group(
         start(replica_id)
         failed = supervisor.watch()
     status = failed.get(replica_id, INTERRUPTED if interrupts.count else 0)
+    if not status and (failure := supervisor.run.failure):
+        print_error(f"Error: {failure}")
+        return FAILED
     return 128 - status if status < 0 else status
 
 

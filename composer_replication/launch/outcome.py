@@ -18,16 +18,22 @@ from rich.text import Text
 from composer_replication import __version__
 from composer_replication.coordinator.page import (
     PAGE_DATA,
-    finite,
     with_record,
     write_report_html,
 )
 from composer_replication.diloco.fence import fence
 from composer_replication.group import run_folder
 from composer_replication.group.checkpoint_files import newest_whole
-from composer_replication.group.run_folder import EVENTS, START, last_event, log_path
+from composer_replication.group.run_folder import EVENTS, SAVED, START, log_path
 from composer_replication.group.words import format_duration, listed_groups
-from composer_replication.launch.group import FINISHED, LEFT_OUT, MAX_EVENTS, NOT_BACK, Group
+from composer_replication.launch.group import (
+    FINISHED,
+    LEFT_OUT,
+    MAX_EVENTS,
+    NOT_BACK,
+    TRAINING,
+    Group,
+)
 from composer_replication.launch.output import BAD_INPUT, FAILED
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import (
@@ -42,7 +48,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
     describe_end,
 )
-from composer_replication.replica.json_files import read_json
+from composer_replication.replica.json_files import finite, read_json
 
 
 def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
@@ -83,8 +89,8 @@ def finish(
         restarts: How often each group was started again, by its id.
 
     Returns:
-        An exit status: 2 if a command has trained without the callback, 1 if a result is missing or
-        the groups ended with different parameters, else 0.
+        An exit status: 2 if a command has trained without the callback, 1 if a result is missing,
+        nothing was learned or the groups ended with different parameters, else 0.
     """
     run = open_run(run_dir)
     missing = [id for id in finished if str(id) not in run.results]
@@ -107,6 +113,9 @@ def finish(
     with fence("the page of the run"):
         rows.append(("page", str(write_page(run))))
     print_rows([*rows, ("all files", str(run_dir))])
+    if run.failure:
+        print_error(f"Error: {run.failure}")
+        return FAILED
     if len(set(run.digests.values())) > 1:
         print_error(
             "The groups ended with different global parameters, so their last syncs differ. "
@@ -130,20 +139,49 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
         run_dir: The run's folder.
         argv: The arguments of the command that was interrupted.
     """
-    starts = [last_event(path, START) for path in sorted(run_dir.glob(f"replica_*/{EVENTS}"))]
-    newest = [newest_whole(start.get("checkpoints") or "") for start in starts]
-    saved = [str(path) for path in newest if path is not None]
+    run = open_run(run_dir)
+    starts = [group.others[START][-1] for group in run.groups.values() if group.others[START]]
+    saved = list(filter(None, map(_saved_by, run.groups.values())))
     if not saved:
-        print("No checkpoint was saved. For a run that can go on: a save_folder and save_interval")
+        how = {start["to_save"]: None for start in starts if start.get("to_save")}
+        fix = " or ".join(how) or "a save_folder and save_interval"
+        print(f"No checkpoint was saved. For a run that can go on: {fix}")
         return
-    print(f"Saved: {', '.join(saved)}")
-    at, own = len(argv), ["autoresume=true", f"run_dir={run_dir}"]
-    if "--" in argv:
-        at, own = argv.index("--"), ["--resume", f"--run-dir={run_dir}"]
-    if own[0] not in argv:
-        before = [word for word in argv[:at] if not word.startswith(("run_dir=", "--run-dir="))]
-        argv = [*before, *own, *argv[at:]]
-    print(f"To go on: {shlex.join(['composer-replication', *argv])}")
+    print(f"Saved: {', '.join(dict.fromkeys(saved))}")
+    print(f"To go on: {shlex.join(['composer-replication', *_going_on(run_dir, argv)])}")
+    how = {start["to_load"]: None for start in starts if start.get("to_load")}
+    if "--" in argv and how:
+        print(f"The script itself has to {' or '.join(how)}")
+
+
+def _saved_by(group: Group) -> str:
+    """Where a group's newest checkpoint is; empty if it has saved none."""
+    start = group.others[START][-1] if group.others[START] else {}
+    newest = newest_whole(start.get("checkpoints") or "")
+    remote = [folder for folder in start.get("saves_to") or () if "://" in folder]
+    by_itself = group.others[SAVED][-1:]  # of a loop which alone knows where
+    if newest is not None or remote:
+        return ", ".join(remote or [str(newest)])
+    return f"by group {group.name} at step {by_itself[0]['batch']}" if by_itself else ""
+
+
+def _going_on(run_dir: Path, argv: Sequence[str]) -> list[str]:
+    """The arguments with which a run goes on in its folder, given those that began it."""
+    is_own = "--" in argv
+    at = argv.index("--") if is_own else len(argv)
+    before, old = [], ("run_dir=", "--run-dir=", "autoresume=")
+    words = iter(argv[:at])
+    for word in words:
+        if word == "--run-dir":
+            next(words, None)
+        elif word != "--resume" and not word.startswith(old):
+            before.append(word)
+    own = (
+        ["--resume", f"--run-dir={run_dir}"]
+        if is_own
+        else ["autoresume=true", f"run_dir={run_dir}"]
+    )
+    return [*before, *own, *argv[at:]]
 
 
 def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Supervisor) -> None:
@@ -225,9 +263,9 @@ class RunRecord:
         """Return what the folder adds to the page's data, see ``with_record``.
 
         Returns:
-            ``run_name``, ``result`` (rows of a name and a value), ``groups``, ``losses`` (means
-            over a round), ``agreement``, ``evaluations`` and ``events``; empty if no group has
-            written anything.
+            ``run_name``, ``result`` (rows of a name and a value), ``failure`` (see ``Run``),
+            ``groups``, ``losses`` (means over a round), ``agreement``, ``evaluations`` and
+            ``events``; empty if no group has written anything.
         """
         with self._lock:  # several pages may ask at once
             self._run.read()
@@ -241,6 +279,7 @@ def _record_of(run: Run) -> dict[str, Any]:
         columns = {"inner_share": group.inner_share, "error": _error_of(group)}
         # What the folder does not know yet, a heartbeat may know.
         record["groups"][id] = {name: v for name, v in columns.items() if v is not None}
+    record["unregistered"] = {id: _shown_of(group) for id, group in groups.items() if group.status}
     losses = {id: group.losses.points for id, group in groups.items()}
     if any(losses.values()):
         record["losses"] = losses
@@ -252,7 +291,14 @@ def _record_of(run: Run) -> dict[str, Any]:
     record["evaluations"] = [{"batch": e["batch"], "eval": e["eval"]} for e in longest[-50:]]
     events = sorted(chain.from_iterable(map(_events_of, groups.values())))
     record["result"] = [[*row] for row in result_of(run)]
+    record["failure"] = run.failure
     return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
+
+
+def _shown_of(group: Group) -> dict[str, Any]:
+    """A group's columns, where it sends no heartbeats: a plain loop's."""
+    is_alive = group.phase in ("joining", "evaluating", *TRAINING)
+    return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
 
 
 def _error_of(group: Group) -> str | None:
@@ -273,8 +319,8 @@ def _events_of(group: Group) -> Iterator[tuple[float, str]]:
         yield line["time"], f"{name} resumed at batch {line['batch']}"
     for line in group.errors:
         yield line["time"], f"{name} ended with an error: {line['error']}"
-    for at, text in group.troubles:
-        yield at, f"{name}, {text}"
+    for trouble in group.troubles:
+        yield trouble.time, f"{name}, {trouble.text}"
 
 
 def write_page(run: Run) -> Path:
@@ -303,10 +349,8 @@ def write_page(run: Run) -> Path:
 
 def _ended_group(run: Run, id: str) -> dict[str, Any]:
     """A group's columns when its processes have ended."""
-    status = run.groups[id].status
-    if id in run.results:
-        status["phase"] = "finished"
-    return {**status, "metrics": run.groups[id].newest, "is_alive": False, "last_seen_s": None}
+    phase = {"phase": FINISHED} if id in run.results else {}
+    return _shown_of(run.groups[id]) | phase | {"is_alive": False}
 
 
 def _files_of(run: Run) -> list[str]:

@@ -15,9 +15,14 @@ from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA, agreement_of
 from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, START, SUMMARY
-from composer_replication.group.words import format_bytes, plural
+from composer_replication.group.words import (
+    format_bytes,
+    listed_groups,
+    plural,
+    why_nothing_was_learned,
+)
 from composer_replication.launch.group import Group
-from composer_replication.replica.json_files import read_json, replace_json
+from composer_replication.replica.json_files import finite, read_json, replace_json
 from composer_replication.settings import DiLoCoSettings
 
 STEADY_ABOVE = 0.1
@@ -66,6 +71,18 @@ class Run:
         return {id: group.result for id, group in self.groups.items() if group.result}
 
     @property
+    def failure(self) -> str:
+        """Why the run is no success although nothing failed, as its most advanced groups saw it.
+
+        Empty if it is one, or goes on. Without an end of any group it tells of the run so far.
+        """
+        groups = self.groups.values()
+        known = [group for group in groups if group.result] or [*filter(len, groups)]
+        newest = max((group.outer_step for group in known), default=0)
+        each = [group.failure for group in known if group.outer_step == newest]
+        return each[0] if each and all(each) else ""
+
+    @property
     def evaluation(self) -> dict[str, float]:
         """The newest evaluation of the first group that has one. All evaluate the same."""
         at_end = (result.get("eval") for result in self.results.values())
@@ -98,6 +115,21 @@ class Run:
             for step, digest in (group.digests | at_end).items():
                 digests[step][group.name] = digest
         return agreement_of(digests)
+
+
+def failure_of(result: Mapping[str, Any], run_dir: str | None) -> str:
+    """Return why a group's training is no success although nothing failed; empty if it is one.
+
+    Args:
+        result: Of the group.
+        run_dir: The run's folder, which has the syncs of the group's earlier processes too; None if
+            it has none.
+    """
+    if run_dir is not None:
+        group = Group(Path(run_dir) / f"replica_{result['replica_id']}")
+        group.read()
+        return group.failure
+    return why_nothing_was_learned(result["outer_steps"], result["inner_steps"], 0)
 
 
 def open_run(run_dir: str | Path) -> Run:
@@ -146,13 +178,15 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
             {"replica_id": id, **{name: result.get(name) for name in fields}}
             | {"restarts": restarts.get(id, 0)}
             | {"share_of_time_in_inner_steps": run.groups[id].inner_share}
+            | {"steps_lost": run.groups[id].steps_lost}
             for id, result in run.results.items()
         ],
+        "failure": run.failure or None,
         "differing_buffers": run.differing_buffers,
         "eval": run.evaluation,
         "samples_gap": run.samples_gap,
     }
-    replace_json(run.run_dir / SUMMARY, summary, survives_power_cut=True, indent=2)
+    replace_json(run.run_dir / SUMMARY, finite(summary), survives_power_cut=True, indent=2)
     return summary
 
 
@@ -180,6 +214,9 @@ def result_of(run: Run) -> list[tuple[str, str]]:
     cosines = max((group.cosines for group in run.groups.values()), key=len)
     if len(cosines) == cosines.maxlen:
         rows.append(("outer loop", _verdict(*map(mean, zip(*cosines, strict=True)))))
+    lost = {id: group.steps_lost for id, group in run.groups.items() if group.steps_lost}
+    if each := ", ".join(f"group {id} {plural(n, 'inner step')}" for id, n in lost.items()):
+        rows.append(("thrown away", each))
     came_back = {id: group.num_starts - 1 for id, group in run.groups.items()}
     each = ", ".join(f"group {id} ({plural(n, 'time')})" for id, n in came_back.items() if n > 0)
     if each:
@@ -204,7 +241,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     Raises:
         ValueError: The run has committed no sync yet.
     """
-    if not any(run.groups.values()):
+    if not any(run.groups.values()) and not run.results:
         raise ValueError(
             f"{run.run_dir} has no committed sync in replica_<id>/{EVENTS}, so there is nothing "
             "to tell. The first comes after sync_every inner steps; if the run failed before, "
@@ -221,14 +258,27 @@ def describe(run: Run) -> list[tuple[str, str]]:
         rows += [
             ("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.others[RESUME]
         ]
-        rows += [("error", f"group {id}: {error['error']}") for error in group.errors]
         if group.num_damaged:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
+    rows += _describe_errors(run)
     measured = [group for group in run.groups.values() if group.inner_share is not None]
     each = ", ".join(f"group {group.name} {group.inner_share:.0%}" for group in measured)
     rows += [("time in inner steps", each)] if each else []
     return rows
+
+
+def _describe_errors(run: Run) -> list[tuple[str, str]]:
+    """The errors since the run was begun or continued, each once with the groups that had it."""
+    groups_of: dict[str, list[str]] = {}
+    for id, group in run.groups.items():
+        for error in group.errors:
+            if error.get("time", 0.0) >= group.continued_at:
+                groups_of.setdefault(error["error"], []).append(id)
+    return [
+        ("error", f"{listed_groups([*dict.fromkeys(ids)])}: {text}")
+        for text, ids in groups_of.items()
+    ]
 
 
 def _describe_resume(resume: Mapping[str, Any]) -> str:
@@ -277,6 +327,8 @@ class GroupResult:
         syncs: Its committed syncs.
         inner_steps: Its inner steps until its newest sync.
         outer_step: The newest outer step that it has taken or taken over.
+        steps_lost: Those of its inner steps that were thrown away, because its pseudo-gradient was
+            not sound or because it took over the others' state.
         bytes_sent: What all its ranks have sent in syncs, in the wire format.
         data_parallel_bytes: What data parallel would send in as many inner steps, in float32.
         inner_share: The share of its time in inner steps; None before its first sync.
@@ -290,6 +342,7 @@ class GroupResult:
     syncs: int
     inner_steps: int
     outer_step: int
+    steps_lost: int
     bytes_sent: int
     data_parallel_bytes: int
     inner_share: float | None
@@ -309,12 +362,15 @@ class RunResult:
             ``sync`` has in ``events.jsonl``. ``pandas.DataFrame`` takes it as it is.
         evaluations: A row for each evaluation of each group: ``replica_id``, ``time``, ``batch``,
             and its metrics.
+        failure: Why it is no success although nothing failed: it has made no outer step, or no
+            group has contributed to its last syncs. Empty if it is one.
     """
 
     settings: DiLoCoSettings | None
     groups: list[GroupResult]
     syncs: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
+    failure: str
 
 
 def read_run(folder: str | Path) -> RunResult:
@@ -344,6 +400,7 @@ def read_run(folder: str | Path) -> RunResult:
                 syncs=len(group),
                 inner_steps=group.inner_steps,
                 outer_step=group.outer_step,
+                steps_lost=group.steps_lost,
                 bytes_sent=group.bytes_sent,
                 data_parallel_bytes=group.data_parallel_bytes,
                 inner_share=group.inner_share,
@@ -363,4 +420,5 @@ def read_run(folder: str | Path) -> RunResult:
             for id, group in run.groups.items()
             for event in group.others[EVALUATION]
         ],
+        failure=run.failure,
     )

@@ -48,10 +48,11 @@ MISSING_CALLBACK = (
 )
 
 IN_THE_PROGRAM = re.compile(
-    "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra)Error:"
+    "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra|"
+    "NothingToContinueFrom)Error:"
 )
-"""How errors begin that a program would raise again at its next start.
-"""
+"""How errors begin that a program would raise again at its next start. The last one is of a script
+that loads no checkpoint, where no group has the run's state."""
 
 
 @dataclass
@@ -60,8 +61,8 @@ class GroupRecord:
 
     Attributes:
         restarts: How often it was started again.
-        in_a_row: Restarts since its last committed sync.
-        committed: When its newest sync before its last start was over.
+        in_a_row: Restarts since the last sync to which it contributed.
+        contributed_at: When the newest sync to which it contributed before its last start was over.
         due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
             good.
         status: The exit status with which it ended for good; None before.
@@ -73,7 +74,7 @@ class GroupRecord:
 
     restarts: int = 0
     in_a_row: int = 0
-    committed: float = 0.0
+    contributed_at: float = 0.0
     due: float | None = None
     status: int | None = None
     end: str = ""
@@ -90,9 +91,10 @@ class Supervisor:
     exit status says bad input, or its callback does and the group has never joined the others; it
     had an error of its own before it ever joined (an import, a setting), with which its next start
     would fail too: such an error is in the program, or all groups had the same; or it died after
-    ``max_restarts`` restarts in a row without a sync of its own. If it was never restarted, that
-    ends the run. Otherwise the group is left out, as long as others train. When all others have
-    finished there is nothing to join, and the group is given up.
+    ``max_restarts`` restarts in a row without a sync to which it contributed. If it was never
+    restarted, that ends the run. Otherwise the group is left out, as long as others train. When all
+    others have finished there is nothing to join, and the group is given up. A group that leaves
+    since its pseudo-gradients are not sound, in a run in which nobody's are, ends the run.
 
     Args:
         groups: The processes.
@@ -177,7 +179,7 @@ class Supervisor:
                 continue
             if record.due is not None:
                 self._start_again_if_due(replica_id, record)
-            elif status == 0:
+            elif status == 0 or (status == 1 and self._has_told_its_end(replica_id)):
                 self._end(replica_id, 0, FINISHED)
             elif status is not None:
                 self._handle_death(replica_id, record, status)
@@ -191,7 +193,7 @@ class Supervisor:
         if was_rejected:
             status = BAD_INPUT  # a user's script may end with any status
         self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
-        if group.newest.get("time", 0.0) > record.committed:
+        if group.contributed_at > record.contributed_at:
             record.in_a_row = 0
         if self._has_nobody_to_join(replica_id):
             self._end(replica_id, 1, NOT_BACK)
@@ -199,11 +201,18 @@ class Supervisor:
             return
         # What was accepted once may be rejected for a reason that passes, such as a host name that
         # does not resolve while the machine starts.
+        error = self.groups.last_error(replica_id)
         may_pass = was_rejected and bool(group.newest or group.others[START])
+        may_pass = may_pass and not IN_THE_PROGRAM.match(error)
+        if 0 < status < 128 and error.startswith("SyncError:") and (failure := self._failure):
+            record.error = failure
+            self._end(replica_id, 1, FAILED)
+            self.say(f"{end}, and is not started again")
+            return
         has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         is_hopeless = has_failed and not may_pass
         if is_hopeless and group.phase not in JOINED:
-            record.error = self.groups.last_error(replica_id)
+            record.error = error
             if self._would_fail_again(record):
                 status = BAD_INPUT
         if is_hopeless or record.in_a_row >= self.max_restarts:
@@ -248,8 +257,23 @@ class Supervisor:
         record.due = None
         record.restarts += 1
         record.in_a_row += 1
-        record.committed = self._group(replica_id).newest.get("time", 0.0)
+        record.contributed_at = self._group(replica_id).contributed_at
         self.start(replica_id)
+
+    @property
+    def _failure(self) -> str:
+        """Why nobody learns anything any more, see ``Run.failure``; empty as long as they do."""
+        for replica_id in self.ids:
+            self._group(replica_id)
+        return self.run.failure
+
+    def _has_told_its_end(self, replica_id: ReplicaId) -> bool:
+        """Whether a group has trained to the end, and its exit status says that it was no success.
+
+        The whole run is judged when all groups have ended.
+        """
+        group = self._group(replica_id)
+        return bool(group.result and group.failure)
 
     def _has_nobody_to_join(self, replica_id: ReplicaId) -> bool:
         """Whether some groups have finished, and none is training that this group could join."""

@@ -10,10 +10,11 @@ import fcntl
 import functools
 import json
 import logging
+import math
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,17 @@ def read_json(path: Path) -> dict[str, Any]:
 @functools.lru_cache(1000)
 def _warn_once(message: str) -> None:  # the display reads a file several times a second
     log.warning(message)
+
+
+def finite(value: Any) -> Any:
+    """Replace numbers that JSON does not have, NaN and infinity, by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return value
 
 
 def replace_json(

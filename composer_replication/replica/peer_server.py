@@ -123,11 +123,11 @@ class PeerServer:
                     if error.errno in _OUT_OF_RESOURCES:
                         self._pause(error)
                     continue
-                self.unproven.add(connection, host)
                 thread = threading.Thread(target=self._serve, args=(connection, host), daemon=True)
                 try:
+                    self.unproven.add(connection, host)
                     thread.start()
-                except RuntimeError as error:  # the process has no thread left
+                except Exception as error:  # such as RuntimeError: the process has no thread left
                     connection.close()
                     self._pause(error)
 

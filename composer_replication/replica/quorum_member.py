@@ -416,7 +416,10 @@ class Recheck:
     def _run(self) -> None:
         while self.names:
             left = {name: self._handles[name] for name in self.names}
-            self.names = self._find_unreachable(left)
+            try:
+                self.names = self._find_unreachable(left)
+            except Exception as error:  # they count as unreachable; it is tried again
+                log.debug("Cannot try %s: %s", group_names(self.names), error)
             if self._stopped.wait(self.EVERY_S):
                 return
 

@@ -140,7 +140,7 @@ class SyncAlarm:
                 continue  # no thread waits for a collective: a group in training sends no requests
             try:
                 is_raised = bool(self._notices.read([self._key]))
-            except OSError as error:
+            except Exception as error:  # without this thread the group would wait for its timeout
                 log.debug("The board of the quorum's first member is gone: %s", error)
                 is_raised = True
             if is_raised:
@@ -163,7 +163,7 @@ class SyncAlarm:
     def _post(self) -> None:
         try:
             self._notices.post(self._key, "raised")
-        except OSError as error:
+        except Exception as error:
             log.debug("The board of the quorum's first member is gone: %s", error)
 
     def age_s(self) -> float | None:

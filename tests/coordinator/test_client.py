@@ -14,6 +14,7 @@ import pytest
 import torch
 from waiting import wait_until
 
+from composer_replication.coordinator.api import Heartbeat
 from composer_replication.coordinator.client import (
     CoordinatorAwayError,
     CoordinatorClient,
@@ -21,6 +22,7 @@ from composer_replication.coordinator.client import (
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport, RunInfo, digests_of
+from composer_replication.diloco import fence
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
@@ -160,6 +162,37 @@ def test_heartbeats_and_reports_go_on_after_an_odd_answer(service, member_of, od
 def wait_for_heartbeats(service, count):
     before = len(service.bodies(HEARTBEAT))
     wait_until(lambda: len(service.bodies(HEARTBEAT)) >= before + count)
+
+
+NOT_FINITE = {"diloco/pseudo_gradient_norm": math.nan, "diloco/outer_momentum_norm": math.inf}
+
+
+def test_numbers_that_json_does_not_have_are_left_out_of_heartbeats(service, member_of):
+    member = member_of()
+    metrics = NOT_FINITE | {"diloco/retries": 2}
+    member.report_progress({"outer_step": 3, "loss": math.nan, "metrics": metrics})
+    wait_until(
+        lambda: service.bodies(HEARTBEAT)[-1:] and "outer_step" in service.bodies(HEARTBEAT)[-1]
+    )
+    beat = service.bodies(HEARTBEAT)[-1]
+    assert beat == {
+        "session": member.session,
+        "outer_step": 3,
+        "metrics": dict.fromkeys(NOT_FINITE) | {"diloco/retries": 2},
+    }
+    Heartbeat(**beat)  # the coordinator takes it
+
+
+def test_heartbeats_go_on_after_an_error_that_nobody_has_foreseen(
+    service, member_of, caplog, monkeypatch
+):
+    monkeypatch.setattr(fence, "_logged", set())
+    member = member_of()
+    member.report_progress({"loss": object()})  # which JSON does not have either
+    wait_until(lambda: "Cannot show the coordinator how this group is doing" in caplog.text)
+    member.report_progress({"loss": 2.5})
+    wait_until(lambda: any(beat.get("loss") == 2.5 for beat in service.bodies(HEARTBEAT)))
+    member.check()
 
 
 def test_a_report_that_was_not_answered_is_repeated(service, member_of):

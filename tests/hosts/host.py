@@ -34,7 +34,7 @@ LACKS = {
     (
         "plain",
         "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_ends_training",
-    ): "log `pop_finished_syncs`",
+    ): "events under `launch` alone",
 }
 """What a host has not got, and why: by its module and the test that asks for it."""
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import shutil
 import subprocess
 from concurrent.futures import Future
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from run_events import syncs_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -22,6 +26,7 @@ from transformers import TrainerCallback  # noqa: E402
 
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
 from hosts.hf_trainers import alone, arguments_of, rows_of, trainer_of  # noqa: E402
+from hosts.host import own_batches  # noqa: E402
 
 # ---- what cannot be a group -----------------------------------------------------------------
 
@@ -73,6 +78,43 @@ def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
     trainer_of(None, arguments_of(tmp_path, **saves)).train()
     with pytest.raises(ValueError, match="checkpoint-8: it is of batch 8 and has no DiLoCo state"):
         alone(tmp_path, args=saves).train(resume_from_checkpoint=True)
+
+
+# ---- the loss of each sync --------------------------------------------------------------------
+
+
+def losses_of_syncs(folder: Path, **more: Any) -> list[float | None]:
+    """Of a training of 8 steps with a sync every 4, which logs nothing on its way."""
+    alone(folder, settings={"run_dir": str(folder / "run")}, **more).train()
+    return [sync["loss"] for sync in syncs_of(folder / "run" / "replica_0")]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_each_sync_has_the_mean_loss_of_its_steps_whatever_the_trainer_logs(tmp_path, accumulate):
+    args = {"gradient_accumulation_steps": accumulate, "max_steps": 7}
+    trainer = alone(tmp_path / "logs", args=args)
+    trainer.train()
+    each = [at["loss"] for at in trainer.state.log_history if "loss" in at]
+    expected = [mean(each[:4]), mean(each[4:])]  # the last sync is of a part of a round
+    for rare in ({"logging_steps": 500}, {"logging_strategy": "no"}, {"logging_steps": 3}):
+        found = losses_of_syncs(tmp_path / str(rare), args={**args, **rare})
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_loss_that_is_not_a_number_is_seen_though_the_trainer_filters_it(tmp_path):
+    rows = rows_of(own_batches(0, 8))
+    rows[5]["labels"] = rows[5]["labels"] * math.nan
+    losses = losses_of_syncs(tmp_path, train_dataset=rows)
+    assert sorted(map(math.isnan, losses)) == [False, True]
+
+
+def test_a_second_training_counts_each_loss_once(tmp_path):
+    trainer = alone(tmp_path, settings={"run_dir": str(tmp_path / "run")})
+    trainer.train()
+    trainer.train()
+    losses = [sync["loss"] for sync in syncs_of(tmp_path / "run" / "replica_0")]
+    each = [at["loss"] for at in trainer.state.log_history if "loss" in at]
+    assert losses[2:] == pytest.approx([mean(each[:4]), mean(each[4:])], rel=1e-4)
 
 
 # ---- a group that was killed while it saved -------------------------------------------------

@@ -4,6 +4,7 @@ Real: Chromium, axe-core, and a launched run of two groups. Without a browser th
 with the reason.
 """
 
+import math
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from debian import MissingProgram
 from integration.groups import Launch
 from integration.test_coordinator import CONFIG, TOKEN
 from launch import recorded_run
+from run_events import write_events
 
 from composer_replication.launch.outcome import write_page
 from composer_replication.launch.run_record import open_run
@@ -98,6 +100,42 @@ def test_the_saved_page_shows_what_the_folder_has(open_page, report):
     assert "registration of <img src=x onerror=alert(1)>" in events
     assert "<b>here</b> 2 ranks" in page.locator("#groups").inner_text()
     assert page.locator("img, b").count() == 0
+
+
+def written(folder, *, losses=(), fruitless=0):
+    """The report of a group with these losses, and then syncs to which nobody contributes."""
+    nothing = {"diloco/contribution": 0.0, "diloco/total_contribution": 0.0, "loss": math.nan}
+    lines = [recorded_run.sync(0, step) | {"loss": loss} for step, loss in enumerate(losses, 1)]
+    lines += [recorded_run.sync(0, len(losses)) | nothing for _ in range(fruitless)]
+    write_events(folder / "replica_0", "sync", *lines)
+    end = {"inner_steps": 10 * len(lines), "outer_steps": len(losses), "global_digest": "28" * 32}
+    write_events(folder / "replica_0", "end", end)
+    return write_page(open_run(folder)).as_uri()
+
+
+def test_a_run_that_has_learned_nothing_is_red_and_says_why(open_page, axe, tmp_path):
+    page = open_page(written(tmp_path / "run", fruitless=3))
+    state = page.get_by_role("heading", name="Learned nothing").locator(".bad")
+    assert state.inner_text() == "Learned nothing"
+    why = page.get_by_role("alert").filter(has_text="this run has learned nothing: in its last 3")
+    assert "bad" in why.get_attribute("class")
+    assert "Every loss is NaN or infinite." in page.locator("#chart").inner_text()
+    assert violations(page, axe) == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "pieces", "lines"),
+    [
+        ([5.0, None, None, 4.0, math.nan, 3.0, None], 1, 2),  # a curve runs over gaps
+        ([None, 5.0, None], 1, 0),  # and one of a single point is a dot
+    ],
+)
+def test_a_curve_runs_over_gaps(open_page, tmp_path, losses, pieces, lines):
+    page = open_page(written(tmp_path / "run", losses=losses))
+    page.get_by_role("heading", name="Finished").wait_for()
+    path = page.locator("#chart .curve").get_attribute("d")
+    assert (path.count("M"), path.count("L"), path.count("h0")) == (pieces, lines, 1)
+    assert page.locator("#failure").inner_text() == ""
 
 
 def test_the_chart_is_read_with_the_keyboard(open_page, report):

@@ -48,6 +48,16 @@ result = {"replica_id": replica_id, "inner_steps": 20, "outer_steps": 2, "final_
 record("end", result | {"global_digest": digest, "eval": bits})
 """
 
+DIVERGES = TRAINS
+for old, new in {
+    '"ab"': '"cd"',  # equal parameters, also with the argument that makes them differ
+    '"fragment": 0': '"total_contribution": 0.0',
+    '"outer_step": step': '"outer_step": 0',
+    '"outer_step": 2': '"outer_step": 0',
+    '"outer_steps": 2': '"outer_steps": 0',
+}.items():
+    DIVERGES = DIVERGES.replace(old, new)
+
 CRASHES = """
 if replica_id == "1":
     int("no number")
@@ -155,6 +165,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
         "outer_steps": 2,
         "global_digest": "ab" * 32,
         "restarts": 0,
+        "steps_lost": 0,
         "final_loss": 2.0,
     }
     assert (run_dir / "report.html").stat().st_size > 10_000
@@ -184,6 +195,7 @@ BAD_INPUT = "print('a setting'); print('Error: t_warmup=5xx'); raise SystemExit(
     ("body", "status", "said"),
     [
         (TRAINS, 1, "The groups ended with different global parameters"),
+        (DIVERGES, 1, r"\AError: this run has learned nothing: in its last 2 syncs [^\n]+\n\Z"),
         (CRASHES, 1, r"\AError: ValueError: .*'no number' \(group 1, \S+/replica_1/log.txt\)\n\Z"),
         (BAD_INPUT, 2, r"\AError: t_warmup=5xx \(groups? \d.*, \S+/replica_\d/log.txt\)\n\Z"),
         (HAS_JOINED, 1, "(?s)replica_0/events.jsonl has no end with a result.*goodbye"),
@@ -225,7 +237,10 @@ record("start", {"checkpoints": f"{checkpoints}/ba*.pt", "joined": 1.0, "trained
     [
         (SAVES, "launch a.yaml run_dir=r", "launch a.yaml autoresume=true run_dir={}\n"),
         (SAVES, "launch -- python t.py", "launch --resume --run-dir={} -- python t.py"),
-        (SAVES, "launch --resume --run-dir=r -- t", "launch --resume --run-dir=r -- t"),
+        (SAVES, "launch --resume --run-dir=r -- t", "launch --resume --run-dir={} -- t\n"),
+        (SAVES, "launch --run-dir r --resume -- t", "launch --resume --run-dir={} -- t\n"),
+        (SAVES, "launch -- t --resume --run-dir x", "launch --resume --run-dir={} -- t --resume"),
+        (SAVES, "launch a.yaml autoresume=true", "launch a.yaml autoresume=true run_dir={}\n"),
         ("", "launch a.yaml", ""),
     ],
 )

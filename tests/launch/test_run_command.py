@@ -54,6 +54,25 @@ def num_lives(tmp_path):
     return len((tmp_path / "run" / "replica_site-a" / "lives").read_text())
 
 
+LEARNS_NOTHING = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["COMPOSER_REPLICATION_RUN_DIR"]) / "replica_site-a"
+end = {"inner_steps": 40, "outer_steps": 0, "global_digest": "ab" * 32}
+with (folder / "events.jsonl").open("a") as file:
+    file.write(json.dumps({"time": time.time(), "event": "end", **end}) + chr(10))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("status", [0, 1])  # of a script, and of our own `train`
+def test_a_group_that_has_learned_nothing_is_no_success(tmp_path, capfd, status):
+    script = tmp_path / "group.py"
+    script.write_text(LEARNS_NOTHING)
+    assert run_group([sys.executable, str(script), str(status)], **ARGUMENTS) == 1
+    assert capfd.readouterr().err.startswith("Error: this run has learned nothing: its 40 inner st")
+
+
 @pytest.mark.integration
 def test_a_group_that_dies_is_started_again_and_its_output_is_ours(
     tmp_path, capfd, caplog, monkeypatch

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 from recorded_groups import sync_line
@@ -188,8 +189,93 @@ def test_a_folder_without_a_run_is_refused(tmp_path, name, message):
 
 
 def test_a_run_without_a_sync_has_nothing_to_tell(tmp_path):
+    (tmp_path / "replica_0").mkdir()
     with pytest.raises(ValueError, match="no committed sync.*after sync_every inner steps"):
-        describe(open_run(write_run(tmp_path, syncs=[])))
+        describe(open_run(tmp_path))
+
+
+# ---- whether anything was learned ----------------------------------------------------------------
+
+NOTHING = {"diloco/contribution": 0.0, "diloco/total_contribution": 0.0, "diloco/steps_lost": 5}
+ILL = {**NOTHING, "diloco/pseudo_gradient_norm": math.nan}
+WELL = {"diloco/contribution": 5.0, "diloco/total_contribution": 10.0}
+OTHERS_ALONE = {**ILL, "diloco/total_contribution": 5.0}
+
+
+def one_run(folder, *syncs, ended=True, **end):
+    """A run of one group whose outer step grows in syncs to which somebody contributes."""
+    step = 0
+    for number, changes in enumerate(syncs, 1):
+        step += changes["diloco/total_contribution"] > 0
+        line = sync_line(step, digest=None, inner_steps=5 * number, time=float(number))
+        write_events(folder / "replica_0", "sync", line | changes)
+    result = {"inner_steps": 5 * len(syncs), "outer_steps": step, "global_digest": "ab" * 32}
+    if ended:
+        write_events(folder / "replica_0", "end", result | end)
+    (folder / "replica_0").mkdir(exist_ok=True)
+    return open_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("syncs", "failure"),
+    [
+        ([ILL] * 4, "this run has learned nothing: in its last 4 syncs every group's"),
+        ([ILL], "this run has learned nothing: in its last sync every"),
+        ([WELL] * 3 + [ILL] * 2, "has learned nothing since outer step 3: in its last 2 syncs"),
+        ([WELL] * 3 + [ILL], ""),  # a bad batch at the end
+        ([WELL, ILL, ILL, ILL, WELL], ""),
+        ([WELL] + [OTHERS_ALONE] * 5, ""),
+    ],
+)
+def test_a_run_has_failed_if_no_group_has_contributed_to_its_last_syncs(tmp_path, syncs, failure):
+    run = one_run(tmp_path, *syncs)
+    assert failure in run.failure and bool(failure) == bool(run.failure)
+    assert write_summary(run, {})["failure"] == (run.failure or None)
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    lost = 5 * sum(sync is not WELL for sync in syncs)
+    assert dict(describe(run)).get("thrown away") == (
+        f"group 0 {lost} inner steps" if lost else None
+    )
+    read = composer_replication.read_run(tmp_path)
+    assert (read.failure, read.groups[0].steps_lost) == (run.failure, lost)
+
+
+def test_a_run_that_was_never_synced_has_failed(tmp_path):
+    run = one_run(tmp_path, inner_steps=40)
+    assert run.failure.startswith(
+        "this run has learned nothing: its 40 inner steps were never sync"
+    )
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"inner_steps": 60, "outer_steps": 6},  # a finished run, resumed in a new folder
+        {"inner_steps": 0, "outer_steps": 6},  # a group that came last, or had no samples
+        {"inner_steps": 0, "outer_steps": 0},  # there were no samples at all
+    ],
+)
+def test_a_process_that_has_learned_nothing_is_no_failed_run(tmp_path, end):
+    run = one_run(tmp_path, **end)
+    assert run.failure == ""
+    assert dict(describe(run))["global parameters"].startswith("in 1 group after")
+
+
+def test_a_run_is_judged_over_all_of_its_processes(tmp_path):
+    assert one_run(tmp_path, WELL, WELL, ILL).failure == ""
+    write_events(tmp_path / "replica_0", "continued", {"time": 4.0})
+    write_events(tmp_path / "replica_0", "start", {"time": 4.0})
+    assert one_run(tmp_path, ended=False).failure == ""
+    write_events(tmp_path / "replica_0", "sync", sync_line(2, digest=None, time=5.0) | ILL)
+    write_events(tmp_path / "replica_0", "end", {"outer_steps": 2, "global_digest": "ab" * 32})
+    assert "nothing since outer step 2: in its last 2 syncs" in open_run(tmp_path).failure
+
+
+def test_a_run_that_goes_on_has_not_failed_yet_and_the_most_advanced_group_knows_best(tmp_path):
+    assert one_run(tmp_path, ILL, ended=False).failure == ""
+    assert "in its last 2 syncs" in one_run(tmp_path, ILL, ended=False).failure
+    write_events(tmp_path / "replica_1", "sync", sync_line(1, digest=None) | WELL)
+    assert open_run(tmp_path).failure == ""
 
 
 def test_a_line_that_is_being_written_is_left_for_the_next_time(tmp_path):

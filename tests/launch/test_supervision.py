@@ -10,6 +10,7 @@ import time
 
 import pytest
 from failing_disk import no_file_above
+from run_events import write_events
 from scripted_groups import supervise, write
 
 from composer_replication.launch import supervision
@@ -168,6 +169,57 @@ def test_an_error_before_it_joined_that_would_come_again_ends_the_run(
     seen, _, groups = supervise(tmp_path, lives, start_retries=1)
     assert {*seen} <= {*failed} and {*seen.values()} == {*failed.values()}
     assert groups.started == started or len(started) > 1
+
+
+NOBODYS = {"diloco/contribution": 0.0, "diloco/total_contribution": 0.0}
+OTHERS = NOBODYS | {"diloco/total_contribution": 4.0}
+ILL = "composer_replication.diloco.retry.SyncError: this group's pseudo-gradient was not sound in 9"
+
+
+def write_syncs(folder, replica_id, syncs, said=""):
+    write(folder, replica_id, syncs=0)
+    lines = ({"time": time.time() + number} | sync for number, sync in enumerate(syncs))
+    write_events(folder / f"replica_{replica_id}", "sync", *lines)
+    (folder / f"replica_{replica_id}" / "log.txt").write_text(f"{said}\n")
+
+
+def test_a_group_that_leaves_a_run_in_which_nobody_learns_ends_it(tmp_path):
+    write_syncs(tmp_path, 0, [NOBODYS] * 9), write_syncs(tmp_path, 1, [NOBODYS] * 8, ILL)
+    failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [1]})
+    assert failed == {1: 1} and groups.started == []
+    assert supervisor.records[1].error.startswith("this run has learned nothing: in its last 9 ")
+
+
+@pytest.mark.parametrize(("syncs", "status"), [(OTHERS, 1), (NOBODYS, -9)])
+def test_syncs_to_which_a_group_does_not_contribute_are_no_progress(tmp_path, syncs, status):
+    def sync(groups, looks):
+        write_syncs(tmp_path, 1, [syncs] * (1 + len(groups.started)), ILL)
+        if looks[-1][1] is not None:
+            groups.lives[0][0] = 0
+
+    write_syncs(tmp_path, 0, [{}]), write_syncs(tmp_path, 1, [syncs])
+    _, supervisor, groups = supervise(tmp_path, {0: [None], 1: [status] * 4}, on_look=sync)
+    assert supervisor.records[1].end == supervision.LEFT_OUT and groups.started == [1, 1, 1]
+
+
+def test_a_group_that_has_ended_and_says_itself_that_it_learned_nothing_has_finished(tmp_path):
+    for replica_id in (0, 1):
+        write_syncs(tmp_path, replica_id, [NOBODYS] * 2)
+        end = {"outer_steps": 0, "inner_steps": 8, "global_digest": "ab" * 32}
+        write_events(tmp_path / f"replica_{replica_id}", "end", end)
+    failed, supervisor, groups = supervise(tmp_path, {0: [1], 1: [1]})
+    assert failed == {} and groups.started == []
+    assert {record.end for record in supervisor.records.values()} == {supervision.FINISHED}
+
+
+def test_a_script_that_loads_no_checkpoint_is_not_started_again(tmp_path):
+    said = "composer_replication.diloco.retry.NothingToContinueFromError: none may begin the run"
+    for replica_id in (0, 1):
+        write_syncs(tmp_path, replica_id, [{}] * 3, said)  # of the part before the run was stopped
+        write(tmp_path, replica_id, "rejected", syncs=3)
+    failed, supervisor, groups = supervise(tmp_path, {0: [1], 1: [1]})
+    assert failed == {0: 2, 1: 2} and groups.started == []
+    assert supervisor.records[0].error == said.rpartition(".")[2]
 
 
 def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_path):

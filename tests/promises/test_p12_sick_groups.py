@@ -199,6 +199,20 @@ def test_sick_in_one_inner_step_costs_one_contribution_whatever_the_fragments(de
     assert 0 < lost <= 9 + delay  # at most a round
 
 
+@pytest.mark.parametrize("announces", [True, False])
+def test_steps_that_the_runs_last_sync_throws_away_are_told(announces):
+    def replica(group):
+        group.step(-0.5, -0.5, math.nan)
+        if announces:
+            group.diloco.expect_last_step()
+            group.step(-0.5)
+        group.end()
+        return group.of_reports("outer_step", "total_contribution", "steps_lost")
+
+    steps = 2 if announces else 1
+    assert run(2, replica, sync_every=2) == [[(1, 2, 0), (1, 0, steps)]] * 2
+
+
 # ---- no false alarm ---------------------------------------------------------------------------
 
 

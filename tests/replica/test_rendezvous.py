@@ -123,6 +123,17 @@ def test_the_end_of_the_first_member_is_an_alarm(start_server):
     wait_until_raised(alarm)
 
 
+class OddNotices:
+    """Notices of a board that answers what nobody has foreseen."""
+
+    def read(self, keys):
+        raise TypeError("a number is not iterable")
+
+
+def test_an_odd_answer_of_the_board_is_an_alarm_too():
+    wait_until_raised(SyncAlarm(OddNotices(), 1))
+
+
 def hung_work():
     """torchft's Work around one of gloo's that does not end."""
     return SimpleNamespace(_work=SimpleNamespace(is_completed=lambda: False), wait=None)

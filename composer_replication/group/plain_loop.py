@@ -1,0 +1,120 @@
+"""A training loop of one's own as a replica group: what it leaves in the run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from composer_replication.diloco import algorithm
+from composer_replication.diloco.algorithm import SyncReport
+from composer_replication.group.continuation import Continuation
+from composer_replication.group.host import Host
+from composer_replication.group.reports import Reports, rejections
+from composer_replication.group.run_folder import ERROR, SAVED, WARNING, ReplicaFolder
+from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.replica.ranks import rank
+
+
+class PlainLoop(Host):
+    """A loop that calls ``DiLoCo`` itself. It shows nothing, and nobody else knows its losses.
+
+    Args:
+        diloco: What it calls.
+        modules: What it trains.
+    """
+
+    name = "plain loop"
+    how_to_save = "torch.save of diloco.state_dict(), beside the model's and the optimizer's"
+    load_checkpoint = "load what it has saved (diloco.load_state_dict, before `with diloco`)"
+
+    def __init__(self, diloco: algorithm.DiLoCo, modules: nn.Module) -> None:
+        self._diloco, self.model = diloco, modules
+
+    @property
+    def steps(self) -> int:
+        return self._diloco.inner_steps
+
+    def last_step(self, *, is_bound: bool = False) -> int | None:
+        return None
+
+
+class DiLoCo(algorithm.DiLoCo):
+    __doc__ = algorithm.DiLoCo.__doc__
+    # Under `launch` and `run`, which name a folder and a group, what it does is written there.
+
+    _reports: Reports | None = None
+    _is_resumed = False
+    _num_reported = 0
+
+    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
+        if self._reports is not None:
+            self._reports.folder.append(SAVED, {"batch": self.inner_steps})
+        return super().state_dict(copies=copies)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` returned, see there."""
+        super().load_state_dict(state_dict)
+        self._is_resumed = True
+
+    def __enter__(self) -> DiLoCo:
+        """Join the other groups, then count the inner optimizer's steps."""
+        env = ReplicaEnv.from_env()
+        if env.run_dir is None or env.replica_id is None:
+            super().__enter__()
+            return self
+        own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
+        folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
+        fragments = self._arguments.model_fragments
+        model = fragments if isinstance(fragments, nn.Module) else nn.ModuleList(fragments)
+        host = PlainLoop(self, model)
+        self._reports = reports = Reports(folder, self.settings, host)
+        reports.settings("")
+        if env.coordinator_addr is not None:
+            said = f"a loop of your own names its settings itself: {self.settings}"
+            folder.append(WARNING, {"warning": f"{said}; those of the command do not reach it"})
+        reports.position("joining", self)
+        with rejections(own):
+            if not self._is_resumed and self._arguments.start_refusal is None:
+                refusal = Continuation(host).start_refusal(env.run_dir, 0)
+                self._arguments = replace(self._arguments, start_refusal=refusal)
+            super().__enter__()
+        reports.joined(self, self._manager, env.replica_id, self._is_resumed)
+        self._report("training")
+        return self
+
+    def __exit__(self, *raised: Any) -> Any:
+        """Stop counting inner steps, and the watch for a hang."""
+        error = raised[1]
+        if self._reports is not None and error is not None:
+            self._reports.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
+        return super().__exit__(*raised)
+
+    def _step_post_hook(self, *step: Any) -> None:
+        super()._step_post_hook(*step)
+        self._report("training")
+
+    def final_sync(self) -> None:
+        super().final_sync()
+        self._report("evaluating")
+        if self._reports is not None:
+            result = self._reports.result(self, ReplicaEnv.from_env().replica_id or "")
+            self._reports.folder.write_end(result)
+
+    def pop_finished_syncs(self) -> list[SyncReport]:
+        """The syncs committed since the last call, oldest first."""
+        self._num_reported = 0
+        return super().pop_finished_syncs()
+
+    def _report(self, phase: str) -> None:
+        """Write new syncs and the position in training to the group's folder, if it has one."""
+        if self._reports is None:
+            return
+        syncs = self._outer.reports[self._num_reported :]
+        self._num_reported += len(syncs)
+        if syncs:
+            self._reports.synced(syncs, self._manager)
+        if syncs or self._reports.is_due(phase):
+            self._reports.position(phase, self)
