@@ -252,6 +252,7 @@ class FragmentSync:
             norm=mean.norm,
             sent_norm=mean.sent_norm,
             moved=mean.moved,
+            inner_steps=self.unsynced.packed.inner_steps,
             pace=self._pace,
             usual_pace=usual_pace,
         )

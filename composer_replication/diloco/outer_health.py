@@ -22,6 +22,7 @@ class Vitals(NamedTuple):
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
         sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual.
         moved: ``sent_norm`` over parameters alone, since honest groups may have unlike buffers.
+        inner_steps: Inner steps that the pseudo-gradient covers.
         pace: How far one inner step has moved an element: the root mean square over the parameters
             that have moved at all, so that it does not matter how many are frozen.
         usual_pace: The pace that is usual for it, see ``UsualPace``.
@@ -32,8 +33,14 @@ class Vitals(NamedTuple):
     step_s: float = math.nan
     sent_norm: float = 0.0
     moved: float = 0.0
+    inner_steps: float = 0.0
     pace: float = 0.0
     usual_pace: float = math.nan
+
+    @property
+    def moved_a_step(self) -> float:
+        """``moved`` divided by ``inner_steps``."""
+        return self.moved / max(1.0, self.inner_steps)
 
 
 BEYOND = 10.0
@@ -44,10 +51,10 @@ BEYOND_AT_FIRST = 100.0
 0 a group that takes more inner steps in a round is far ahead, and honest."""
 
 UNSEEN = 1e-15
-"""A move that no training notices. In fp32 the squares of numbers below 1e-19 are lost, so a norm
+"""A norm that no training notices. In fp32 the squares of numbers below 1e-19 are lost, so a norm
 below this one may be another where the numbers are weighted."""
 
-USUAL = 9
+USUAL = 7
 """Over how many syncs of a fragment a pace is usual."""
 
 
@@ -55,12 +62,12 @@ def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
     """Find the groups whose pseudo-gradient is so long that it must be an error.
 
     Each is compared with the median of all groups that contribute, of two groups with the other
-    one, and with its own last syncs. An honest group may be far beyond the others: they may be at
-    the end of a learning rate that falls to 0, or have frozen what it trains. A sick one is also
-    beyond itself.
+    one, and with its own last syncs. It must be beyond ten times the others' per inner step, and in
+    all: a group that has taken few steps moves further in each step than groups whose steps cancel
+    out in part.
 
-    It must be beyond ten times the others' per inner step and element, and in all: a group that has
-    taken few steps moves further in each step than groups whose steps cancel out in part.
+    An honest group may be far beyond the others: they may be at the end of a learning rate that
+    falls to 0, or have frozen what it trains. A sick one is also beyond its own usual pace.
 
     Args:
         groups: The metrics of the groups in a sync, by rank in the quorum.
@@ -69,18 +76,16 @@ def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
     found = {}
     for rank, group in sent.items() if len(sent) > 1 else ():
         others = [other for each, other in sent.items() if each != rank or len(sent) > 2]
-        pace = median_low(other.pace for other in others)
         moved = median_low(other.moved for other in others)
-        is_known = group.usual_pace >= 0
-        usual = BEYOND * group.usual_pace if is_known else BEYOND_AT_FIRST * pace
-        if (
-            pace > UNSEEN
-            and group.pace > max(usual, BEYOND * pace)
-            and group.moved > BEYOND * moved
-        ):
+        step = median_low(other.moved_a_step for other in others)
+        usual = BEYOND * group.usual_pace
+        if math.isnan(usual):
+            usual = BEYOND_AT_FIRST * median_low(other.pace for other in others)
+        is_beyond = group.moved > BEYOND * moved and group.moved_a_step > BEYOND * step
+        if moved > UNSEEN and is_beyond and group.pace > usual:
             found[rank] = (
-                f"its pseudo-gradient is {group.pace / pace:.3g} times as long per inner step as "
-                f"that of {'most groups' if len(sent) > 2 else 'the other group'}"
+                f"its pseudo-gradient is {group.moved_a_step / step:.3g} times as long per inner "
+                f"step as that of {'most groups' if len(sent) > 2 else 'the other group'}"
             )
     return found
 

@@ -15,7 +15,7 @@ def test_a_row_is_read_as_it_was_sent():
         is_joining=False,
         was_healed=True,
         outer_step=2**40,
-        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**59, 2.0**-20, math.inf),
+        vitals=Vitals(2.0**23, 2.0**-70, 2.0**-9, 2.0**60, 2.0**59, 2.0**20, 2.0**-20, math.inf),
         samples=SyncedSamples(2**43 + 5, 2**40 + 2**22 - 1, 2**44 - 1),
         batches=as_number("f" * 64),
         digests=(as_number("0" * 64), 0),

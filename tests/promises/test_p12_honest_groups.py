@@ -90,6 +90,24 @@ def test_a_group_that_becomes_sick_little_by_little_is_left_out(caplog):
     assert "leaves out replica group 2" in caplog.text
 
 
+def test_a_group_that_is_sick_after_a_thaw_is_compared_with_what_it_does_since(caplog):
+    # The last layer, in which all have moved further before, is small beside what has thawed.
+    def replica(group):
+        rest, last = group.model.rest, group.model.last
+        for step in range(20):
+            last.grad = torch.ones_like(last)
+            is_thawed = group.is_last and step >= 6
+            rest.grad = torch.full_like(rest, 1e-2) if is_thawed else None
+            if group.is_last and step == 12:
+                rest.grad *= 1000
+            group.inner.step()
+
+    model = partial(Constant, 0.0, rest=(400,), last=(1,))
+    run_groups(3, replica, model=model, sync_every=1)
+    left_out = [text for text in caplog.messages if "leaves out" in text]
+    assert len(left_out) == 3 and all("step 12 leaves out replica group 2" in t for t in left_out)
+
+
 def test_a_learning_rate_that_jumps_is_no_excuse(caplog):
     def replica(group):
         for step in range(12):

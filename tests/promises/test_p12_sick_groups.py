@@ -93,7 +93,7 @@ LIES = {
     "damaged checksum": (damage_row, -1, 5),
     "contribution": (lie_in_row, "contribution", -1.0),
     "norm": (lie_in_row, "norm", math.nan),
-    "steps": (lie_in_row, "pace", math.inf),
+    "steps": (lie_in_row, "inner_steps", math.inf),
     "NaN": (lie_in_message, 0, math.nan),
     "infinity": (lie_in_message, 0, math.inf),
     "huge": (lie_in_message, 0, 1e30),
@@ -218,7 +218,7 @@ def test_steps_that_the_runs_last_sync_throws_away_are_told(announces):
 
 def vitals(moved, steps=1, usual=math.nan, contribution=1.0, elements=1):
     pace = moved / steps / math.sqrt(elements)
-    return Vitals(contribution, moved=moved, pace=pace, usual_pace=usual)
+    return Vitals(contribution, moved=moved, inner_steps=steps, pace=pace, usual_pace=usual)
 
 
 @pytest.mark.parametrize(("groups", "found"), [
@@ -228,6 +228,7 @@ def vitals(moved, steps=1, usual=math.nan, contribution=1.0, elements=1):
     ([vitals(1), vitals(1.2), vitals(119)], []),  # a warm-up from 0, and more steps
     ([vitals(1), vitals(1.2), vitals(121)], [2]),
     ([vitals(1), vitals(1), vitals(50, usual=1, elements=2500)], []),  # the others have frozen more
+    ([vitals(1), vitals(1), vitals(500, usual=0.9, elements=2500)], [2]),
     ([vitals(1), vitals(1), vitals(1e30), vitals(1e30)], [2, 3]),
     ([vitals(0), vitals(0), vitals(1)], []),  # nothing to compare with
     ([vitals(1, 500), vitals(1, 500), vitals(0.5, 1)], []),  # few steps, and not far
