@@ -217,6 +217,7 @@ def check_parallelism(trainer: Trainer) -> None:
         ValueError: The message names it and the fix.
     """
     args = trainer.args
+    optim = str(getattr(args.optim, "value", args.optim))
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
     rejected = {
         f"nn.DataParallel over {args.n_gpu} GPUs: start the job with torchrun": args.n_gpu > 1,
@@ -228,6 +229,8 @@ def check_parallelism(trainer: Trainer) -> None:
         "auto_find_batch_size, which begins training anew while others wait: set the batch size": (
             args.auto_find_batch_size
         ),
+        f"optim={optim!r}, which steps inside of backward: use one that steps after it, such as "
+        "adamw_torch": optim.endswith(("lomo", "layerwise")),
     }
     for problem, is_there in rejected.items():
         if is_there:

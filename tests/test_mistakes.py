@@ -219,6 +219,11 @@ OF_THE_PROGRAM = [
         TRAINER.replace('"cpu",', '"cpu", parallelism_config={"fsdp": {}},'),
         "FSDP version 1: DiLoCo needs parameters that keep their names and shapes. Use FSDP2: set ",
     ),
+    (
+        "from composer.algorithms import SWA\n"
+        + TRAINER.replace('"cpu",', '"cpu", algorithms=[SWA()],'),
+        "ValueError: SWA puts its average into the model, which the outer optimizer would take for",
+    ),
 ]
 
 

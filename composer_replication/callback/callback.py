@@ -13,6 +13,7 @@ from composer_replication.arguments import takes
 from composer_replication.callback.checkpoint_savers import check_load_path
 from composer_replication.callback.composer_job import (
     ComposerJob,
+    check_algorithms,
     check_loads,
     check_parallelism,
     metrics_of,
@@ -125,6 +126,7 @@ class DiLoCoCallback(Callback):
 
     def init(self, state: State, logger: Logger) -> None:
         check_parallelism(state)  # here, since Composer shards the model after this event
+        check_algorithms(state)
         # Put this callback before all others. A callback before it would run at fit_end on the
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,
@@ -150,6 +152,7 @@ class DiLoCoCallback(Callback):
         self._job.averages.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:
+        check_algorithms(state)  # one may have been added since
         check_loads(state)
         self._job.before_join()
         self._group.join(self._manager)

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from composer import Event, Logger, State, Timestamp, TimeUnit
+from composer.algorithms import SWA
 from composer.callbacks import LoadCheckpoint
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
@@ -41,8 +42,8 @@ SchedulerStates = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, 
 class ComposerJob(Host):
     """What a replica group asks of Composer's ``Trainer``.
 
-    A joiner gets the position in training, torch's schedulers, and the averages of EMA and SWA
-    beside the global state. Its inner optimizer keeps its own state.
+    A joiner gets the position in training, torch's schedulers, and EMA's average beside
+    the global state. Its inner optimizer keeps its own state.
 
     Attributes:
         state: Composer's, of the Trainer that calls the callback.
@@ -190,7 +191,7 @@ class ComposerJob(Host):
             "ends_epoch": is_in_batch and self._ends_epoch(),
             "ends_at": self.last_step(),
             "schedules": self.schedules(),
-            "averages": [] if dist.get_global_rank() else self.averages.state_dict(),
+            "ema": None if dist.get_global_rank() else self.averages.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
@@ -210,8 +211,7 @@ class ComposerJob(Host):
             self._adopt(_counts(now.to_next_batch(samples=samples, tokens=tokens)))
         if self._is_new and not is_in_step and not self.state.timestamp.batch_in_epoch.value:
             self._load_epoch(saved)
-        if self.averages.exist:
-            self.averages.load_state_dict(saved["averages"], is_in_batch, self.logger)
+        self.averages.load_state_dict(saved["ema"], is_in_batch, self.logger)
         batch = self.state.timestamp.batch.value
         log.info("Continuing at batch %d, like the other replica groups", batch)
 
@@ -347,6 +347,20 @@ def check_parallelism(state: State) -> None:
             "FSDP version 1: DiLoCo needs parameters that keep their names and shapes. Use FSDP2: "
             "set FSDP_VERSION=2 in the environment, or pass an FSDP2Config as "
             "parallelism_config['fsdp']"
+        )
+
+
+def check_algorithms(state: State) -> None:
+    """Reject an algorithm that puts other weights into the model in the middle of a run.
+
+    Raises:
+        ValueError: The job has Composer's SWA.
+    """
+    if any(isinstance(each, SWA) for each in state.algorithms):
+        raise ValueError(
+            "SWA puts its average into the model, which the outer optimizer would take for "
+            "training: use EMA, which averages the global weights, or train without SWA and "
+            "average the saved models (docs/checkpoints.md)"
         )
 
 

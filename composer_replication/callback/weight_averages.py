@@ -1,4 +1,4 @@
-"""Composer's EMA and SWA under DiLoCo: they average the global weights."""
+"""Composer's EMA under DiLoCo: it averages the global weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from composer import Algorithm, Event, Logger, State
-from composer.algorithms import EMA, SWA
+from composer import Event, Logger, State
+from composer.algorithms import EMA
 from composer.algorithms.ema.ema import EMAParameters
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -21,15 +21,15 @@ from composer_replication.group.replica_group import ReplicaGroup
 log = logging.getLogger(__name__)
 
 UPDATES = (Event.BATCH_END, Event.EPOCH_END)
-"""The events at which EMA and SWA update their averages."""
+"""The events at which EMA updates its average."""
 
 
 class WeightAverages(Averages):
-    """The EMA and SWA of a Composer job.
+    """The EMA of a Composer job.
 
-    While they update their averages, the model holds the global weights, so that the averages are
-    equal in all groups (docs/adrs/ADR-021). Composer has no event before an algorithm runs,
-    therefore their ``match`` and ``apply`` are wrapped while the group trains.
+    While it updates its average, the model holds the global weights, so that the averages are equal
+    in all groups (docs/adrs/ADR-021). Composer has no event before an algorithm runs, therefore its
+    ``match`` and ``apply`` are wrapped while the group trains.
 
     EMA swaps its weights with the trained ones, in place. "Active" means that the model holds EMA's
     weights, and EMA holds the trained ones. EMA is active from a checkpoint to the next batch.
@@ -44,16 +44,12 @@ class WeightAverages(Averages):
     _is_loaded_active = _was_active = False
 
     @property
-    def _algorithms(self) -> list[Algorithm]:
-        return [each for each in self.state.algorithms if isinstance(each, EMA | SWA)]
-
-    @property
     def _ema(self) -> EMA | None:
-        return next((each for each in self._algorithms if isinstance(each, EMA)), None)
+        return next((each for each in self.state.algorithms if isinstance(each, EMA)), None)
 
     @property
     def exist(self) -> bool:
-        return bool(self._algorithms)
+        return self._ema is not None
 
     # ---- EMA's weights in the model ---------------------------------------------------------
 
@@ -80,17 +76,17 @@ class WeightAverages(Averages):
     def begin(self, is_resumed: bool) -> None:
         """Take EMA's weights out of the model, and average the global ones until ``leave``."""
         ema, self._was_active = self._ema, self.are_saved
-        if ema is not None and ema.ema_model is not None:
+        if ema is None:
+            return
+        if ema.ema_model is not None:
             self._adapt(ema)
             if is_resumed and self._is_sharded:
                 self._take_from_model(ema)
             if self._was_active:
                 self._swap()
         wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
-        for algorithm in self._algorithms:
-            for name, wrapper in wrappers.items():
-                original = getattr(algorithm, name)
-                setattr(algorithm, name, functools.partial(wrapper, algorithm, original))
+        for name, wrapper in wrappers.items():
+            setattr(ema, name, functools.partial(wrapper, ema, getattr(ema, name)))
 
     def after_join(self) -> None:
         """Put EMA's weights back that were in the model when the fit began."""
@@ -168,97 +164,76 @@ class WeightAverages(Averages):
     # ---- updates ----------------------------------------------------------------------------
 
     def leave(self) -> None:
-        for algorithm in self._algorithms:
+        if self._ema is not None:
             for name in ("match", "apply", "state_dict"):
-                vars(algorithm).pop(name, None)
+                vars(self._ema).pop(name, None)
 
-    def _match(
-        self, algorithm: Algorithm, match: Callable[..., bool], event: Event, state: State
-    ) -> bool:
-        had_started = getattr(algorithm, "ema_started", True)
+    def _match(self, ema: EMA, match: Callable[..., bool], event: Event, state: State) -> bool:
+        had_started = ema.ema_started
         matches = match(event, state)
-        if isinstance(algorithm, EMA) and not had_started and algorithm.ema_started:
-            with self._global_weights(algorithm):  # EMA has just started, from the local weights
-                algorithm.ema_model = EMAParameters(state.model)
+        if not had_started and ema.ema_started:
+            with self._global_weights():  # EMA has just started, from the local weights
+                ema.ema_model = EMAParameters(state.model)
         return matches
 
     def _apply(
-        self, algorithm: Algorithm, apply: Callable[..., Any], event: Event, *rest: State | Logger
+        self, ema: EMA, apply: Callable[..., Any], event: Event, *rest: State | Logger
     ) -> int | None:
         if event not in UPDATES:
             return apply(event, *rest)
         # At the end of an epoch EMA may be active, if the last batch was followed by a checkpoint.
-        with self.out_of_the_model(), self._global_weights(algorithm):
+        with self.out_of_the_model(), self._global_weights():
             return apply(event, *rest)
 
-    def _state_dict(
-        self, algorithm: Algorithm, state_dict: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def _state_dict(self, ema: EMA, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         state = state_dict()
-        if isinstance(algorithm, EMA) and self._is_sharded:
+        if self._is_sharded:
             state["ema_model"]["named_parameters_dict"] = {}  # only rank 0's shards are written
         return state
 
     @contextmanager
-    def _global_weights(self, algorithm: Algorithm) -> Iterator[None]:
-        weights, diloco = self.group.weights, self.group.diloco
-        assert weights is not None and diloco is not None, "the group trains"
-        was_completed = getattr(algorithm, "swa_completed", False)
+    def _global_weights(self) -> Iterator[None]:
+        weights = self.group.weights
+        assert weights is not None, "the group trains"
         weights.show()
         try:
             yield
-            if getattr(algorithm, "swa_completed", False) and not was_completed:
-                # SWA has put its average into the model for good, in all groups after the same
-                # batch.
-                weights.keep_shown()
-                diloco.make_local_global()
-                log.info("All groups continue from SWA's average of the global weights")
         finally:
             weights.hide()
 
     # ---- heals ------------------------------------------------------------------------------
 
-    def state_dict(self) -> list[Any]:
-        """Return name and state of each average for a joiner; nothing if weights are sharded."""
-        if self._is_sharded:
-            return []
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return EMA's state for a joiner; None if there is no EMA, or its weights are sharded."""
+        ema = self._ema
+        if ema is None or self._is_sharded:
+            return None
         with self.out_of_the_model():
-            return [[type(a).__name__, a.state_dict()] for a in self._algorithms]
+            return ema.state_dict()
 
-    def load_state_dict(self, saved: list[Any], misses_an_update: bool, logger: Logger) -> None:
-        """Load the donor's averages. If the algorithms differ, a warning is logged instead.
+    def load_state_dict(
+        self, saved: dict[str, Any] | None, misses_an_update: bool, logger: Logger
+    ) -> None:
+        """Load the donor's EMA, if this group has one. If the donor sent none, a warning says so.
 
         Args:
             saved: What ``state_dict`` returned in the donor of rank 0.
-            misses_an_update: Whether the donor had not updated them after its last batch.
+            misses_an_update: Whether the donor had not updated it after its last batch.
             logger: Composer's logger.
         """
-        own = [type(algorithm).__name__ for algorithm in self._algorithms]
-        theirs = [name for name, _ in saved]
-        if own != theirs:
-            if not self._is_sharded:
-                why = f"the donor has {' and '.join(theirs) or 'none'}"
-            else:
-                why = "no rank of the donor has all of its weights (FSDP)"
-            log.warning("This joiner keeps its own averages, %s: %s", own or "none", why)
+        ema = self._ema
+        if ema is None:
+            return
+        if saved is None:
+            unsent = "no rank of the donor has all of its weights (FSDP)"
+            why = unsent if self._is_sharded else "the donor has none"
+            log.warning("This joiner keeps its own EMA: %s", why)
             return
         with self.out_of_the_model():
-            for algorithm, (_, state) in zip(self._algorithms, saved, strict=True):
-                self._load(algorithm, state)
-                if isinstance(algorithm, EMA):
-                    self._adapt(algorithm)
-        if misses_an_update:
-            for algorithm in self._algorithms:
-                if algorithm.match(Event.BATCH_END, self.state):
-                    algorithm.apply(Event.BATCH_END, self.state, logger)
-
-    def _load(self, algorithm: Algorithm, state: dict[str, Any]) -> None:
-        if isinstance(algorithm, SWA):
-            if state["swa_started"] and not algorithm.swa_started:
-                algorithm._initialize_swa(self.state)  # as SWA does at its start, under DDP
-            own = algorithm.swa_model.state_dict() if algorithm.swa_model else {}
-            state["swa_model"] = _named_as(own, state["swa_model"] or {})
-        algorithm.load_state_dict(state)
+            ema.load_state_dict(saved)
+            self._adapt(ema)
+        if misses_an_update and ema.match(Event.BATCH_END, self.state):
+            ema.apply(Event.BATCH_END, self.state, logger)
 
     @property
     def _is_sharded(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 import torchft.local_sgd
 from torch import Tensor, nn
 from torchft.manager import Manager
@@ -27,10 +29,15 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
+from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
+
+BACKWARDS = 64
+"""Every how many backward passes without an inner step it is looked whether weights change. That
+waits for the device, and few accumulate gradients over so many."""
 
 
 class DiLoCo(torchft.local_sgd.DiLoCo):
@@ -68,6 +75,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             (``start_refusal``).
         SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries.
         DivergenceError: From there too, if this group's global parameters are not the others'.
+        ValueError: In training, if the weights change and ``inner_optimizer`` does not step: from
+            the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
     """
 
     @takes(DiLoCoArguments)
@@ -101,27 +110,31 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
+        self._backwards: float = 0
+        """Backward passes since the last inner step."""
+        self._seen = Tensor()
+        """Some of the weights, as they were when they were last looked at."""
 
     # ---- torchft's schedule, and then the retry ----------------------------------------------
 
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
+            self._backwards = -math.inf  # LBFGS and SAM have backward passes within a step
             super()._step_pre_hook(*step)
 
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
             return
+        samples, self._samples, self._backwards = self._samples, 0, 0
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             # torch's GradScaler lets a fused optimizer's step run, and do nothing. torchft's
             # pre-hook has locked the state, and its post-hook, which unlocks it, is not called.
             self._manager.allow_state_dict_read()
-            self.forget_counted()
             return
         self._watched.check_none_thawed(self._local_optimizer)
         self._watched.put_buffers_back()
-        self._outer.count_inner_step(self._samples)
-        self.forget_counted()
+        self._outer.count_inner_step(samples)
         counted = self._local_step
         with self._outer.clock.blocking():
             if counted + 1 == self._sync_every and self._outer.is_unsent:
@@ -139,6 +152,39 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _register_state_dict_fn(self) -> None:
         """torchft's own heal state is not used; the outer loop registers ours."""
 
+    # ---- weights that change without inner steps --------------------------------------------
+
+    def _note_backward(self, parameter: Tensor) -> None:
+        self._backwards += 1
+        if self._backwards % BACKWARDS == 0:
+            before, self._seen = self._seen, local_tensor(parameter).flatten()[:1024].clone()
+            if self._backwards > BACKWARDS and not torch.equal(before, self._seen):
+                raise self._uncounted()
+
+    def _check_counted(self) -> None:
+        """Check that the model still holds the global parameters where there was no inner step.
+
+        A user may put other weights into it, such as an average to evaluate; these have no backward
+        pass. After a sync with ``fragment_update_alpha`` it holds others too.
+
+        Raises:
+            ValueError: They were trained without an inner step. The next sync would undo that.
+        """
+        has_trained = self._backwards > 0 and not self.settings.fragment_update_alpha
+        if self.inner_steps and not has_trained:
+            return
+        unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.has_more)
+        if any(globals_.has_moved() for globals_ in unmoved):
+            raise self._uncounted()
+
+    def _uncounted(self) -> ValueError:
+        return ValueError(
+            f"the weights change, and the {type(self._local_optimizer).__name__} that DiLoCo was "
+            f"given does not step (inner step {self.inner_steps}): no sync has what is trained. "
+            "Give it the optimizer that steps, after the backward pass and not in it (as LOMO and "
+            "layerwise GaLore do). The model keeps its weights"
+        )
+
     # ---- joining and ending -----------------------------------------------------------------
 
     def __enter__(self) -> DiLoCo:
@@ -150,6 +196,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self.hang_watch.stop()
             raise
         super().__enter__()
+        local = (t for each in self._outer.fragments for t in each.globals.local.values())
+        if trained := [tensor for tensor in local if tensor.requires_grad]:
+            hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
+            self._hooks.append(hook)
         return self
 
     def _join(self) -> None:
@@ -174,6 +224,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         It blocks until the others start that sync. This group contributes the inner steps since its
         last sync, and its next inner step begins a new round.
         """
+        self._check_counted()
         self._outer.sync_idle()
         self._follow_schedule()
         self._local_step = -self.settings.fragment_sync_delay
@@ -188,7 +239,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Raises:
             SyncError: A sync failed more than ``max_sync_retries`` times.
             DivergenceError: This group's global parameters differ from the others'.
+            ValueError: The weights were trained and no inner step was counted. They stay as they
+                are.
         """
+        self._check_counted()
         self._outer.finish()
         self._local_step = 0
 
@@ -216,8 +270,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Forget the samples and tokens that were counted for an inner step that is not taken.
 
         Call it after a batch in which a gradient scaler has not called the inner optimizer.
+
+        Raises:
+            ValueError: The weights have changed nevertheless.
         """
         self._samples = 0
+        self._check_counted()
 
     def note_batch(self, batch: Any) -> None:
         """Note the samples of the next inner step, to find groups that train on equal ones.
@@ -254,23 +312,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         check_keeps_all_steps(self.settings)
         self._state.ledger.read_from(stream)
-
-    def make_local_global(self) -> None:
-        """Make the local parameters the global ones at the next sync of each fragment.
-
-        Call it in all groups after an average has replaced the local parameters, for example when
-        Composer's SWA loads its average into the model. The global parameters become the plain mean
-        of the local ones (outer learning rate 1, no momentum), and the outer momentum is reset. If
-        one group of a sync has called it, it holds for all of them.
-        """
-        self._outer.peer_table.is_over = False  # there is more to send, even after the last step
-        for fragment in self._outer.fragments:
-            fragment.unsynced.replaces_global = True
-
-    @property
-    def replaces_global(self) -> bool:
-        """Whether ``make_local_global`` still has to take effect in a fragment."""
-        return any(fragment.unsynced.replaces_global for fragment in self._outer.fragments)
 
     def _follow_schedule(self) -> None:
         """Set the inner steps until the next sync by the schedule, and by this group's pace."""

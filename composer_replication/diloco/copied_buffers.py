@@ -1,4 +1,4 @@
-"""Buffers that have no mean: all groups have those of the first group of a sync."""
+"""Buffers that are not averaged: all groups have those of the first group of a sync."""
 
 from __future__ import annotations
 
@@ -9,59 +9,73 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
 def has_mean(buffer: Tensor) -> bool:
-    """Whether a buffer is averaged: floating-point, and finite, as a mask of -inf is not."""
-    return buffer.is_floating_point() and bool(buffer.isfinite().all())
+    """Whether a buffer is averaged: by its dtype alone, so that all groups decide alike."""
+    return buffer.is_floating_point()
 
 
 class CopiedBuffers:
-    """The buffers of a fragment that every group copies from the first group of each sync.
+    """The buffers of a fragment as the first group of each sync has them.
 
-    Their bytes travel as one message beside those of the mean: a sum to which all other groups add
-    zeros. A model without such buffers sends no such message.
+    Integer and boolean buffers have no mean: every group takes over those of the first group. A
+    floating-point buffer is averaged, but a mask of -inf or a minimum that begins at inf has no
+    mean either: while its global value is not finite, it is taken over too (ADR-054).
+
+    The bytes of all buffers travel as one message beside those of the mean: a sum to which all
+    other groups add zeros. So the message's size depends on the model alone, and never on values. A
+    model without buffers sends no such message.
 
     Args:
-        live: The model's buffers by name.
+        live: The model's buffers by name, first those that are averaged.
 
     Attributes:
-        live: The same.
-        values: The global values by name, in host memory, in the dtypes of the model.
+        live: Those without a mean, by name.
+        values: Their global values by name, in host memory, in the dtypes of the model.
     """
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
-        self.live = live
-        self.values = {name: t.detach().to("cpu", copy=True) for name, t in live.items()}
+        self.live = {name: buffer for name, buffer in live.items() if not has_mean(buffer)}
+        self.values = {n: t.detach().to("cpu", copy=True) for n, t in self.live.items()}
+        self._like = [local_tensor(buffer) for buffer in live.values()]
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(
-        self, manager: DiLoCoManager, device: torch.device, own: Iterable[Tensor] | None
+        self, manager: DiLoCoManager, device: torch.device, own: Iterable[Tensor]
     ) -> list[Any]:
-        """Start the message's allreduce, and return its Work; nothing without such buffers.
+        """Start the message's allreduce, and return its Work; nothing without buffers.
 
         Args:
             manager: In a quorum.
             device: Where the message is summed.
-            own: This group's values, which all groups take over if it is the first one of the
-                quorum. None: it has not trained, and sends the global values again.
+            own: This group's buffers, in the order of ``live`` as it was given. All groups may take
+                them over if this group is the first one of the quorum.
         """
-        if not self.live:
+        if not self._like:
             return []
-        tensors = self.values.values() if own is None else own
-        parts = [t.detach().reshape(-1).view(torch.uint8) for t in tensors]
+        parts = [t.detach().reshape(-1).view(torch.uint8) for t in own]
         self._message = torch.cat(parts).to(device)
         if manager.participating_rank() != 0:
             self._message.zero_()
         return [manager.allreduce(self._message, reduce_op=ReduceOp.SUM)]  # pyright: ignore[reportArgumentType]
 
-    def take(self) -> None:
-        """After the vote: what was sent last becomes global, and is written into the model."""
-        sizes = [value.nbytes for value in self.values.values()]
-        for value, part in zip(self.values.values(), self._message.split(sizes), strict=True):
-            value.copy_(part.clone().view(value.dtype).view(value.shape))
+    def take(self) -> list[Tensor]:
+        """After the vote: make what was sent last global, and write it into the model.
+
+        Returns:
+            The first group's buffers that are averaged, in the model's dtypes and shapes.
+        """
+        sizes = [buffer.nbytes for buffer in self._like]
+        parts = zip(self._like, self._message.split(sizes), strict=True)
+        received = [part.clone().view(like.dtype).view(like.shape) for like, part in parts]
+        averaged = len(received) - len(self.values)
+        for value, part in zip(self.values.values(), received[averaged:], strict=True):
+            value.copy_(part)
         self.write_back()
+        return received[:averaged]
 
     @torch.no_grad()
     def write_back(self) -> None:

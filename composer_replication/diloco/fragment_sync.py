@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +14,7 @@ from torchft.utils import get_stream_context
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.averaging.weighted_mean import CHUNK
+from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
@@ -24,8 +24,7 @@ from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.settings import DiLoCoSettings
 
-USUAL = 5
-"""Over how many syncs of a fragment the usual norm of a pseudo-gradient is taken."""
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -35,9 +34,8 @@ class Packed:
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
         samples: How many samples these steps have trained on; tokens with ``weight_by: tokens``.
+        learning_rates: The sum of the learning rates of these steps.
         position: The position in the sample stream.
-        is_replacing: Whether the local parameters are to become the global ones, see
-            ``DiLoCo.make_local_global``.
         local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
             while the sync is in flight; None without a delay.
         frozen: The tensors that were frozen then, by index. A tensor that is frozen later, while
@@ -46,10 +44,15 @@ class Packed:
 
     inner_steps: int = 0
     samples: int = 0
+    learning_rates: float = 0.0
     position: int = 0
-    is_replacing: bool = False
     local: list[Tensor] | None = None
     frozen: Sequence[int] = ()
+
+    @property
+    def learning_rate(self) -> float:
+        """The mean learning rate of these steps."""
+        return self.learning_rates / max(1, self.inner_steps)
 
     def contribution(self, weight_by: str) -> float:
         """This group's weight in the mean.
@@ -61,7 +64,7 @@ class Packed:
             ValueError: The weight is a number of samples or tokens, and none were counted.
         """
         if not self.inner_steps:
-            return float(self.is_replacing)  # an average without inner steps after it counts as 1
+            return 0.0
         if weight_by in ("samples", "tokens") and not self.samples:
             raise ValueError(
                 f"weight_by={weight_by!r} but no {weight_by} were counted: call "
@@ -77,7 +80,7 @@ class Unsynced:
     Attributes:
         inner_steps: Inner steps since the last sync.
         samples: The samples or tokens of these steps.
-        replaces_global: Whether the next sync is to make the local parameters the global ones.
+        learning_rates: The sum of the learning rates of these steps.
         packed: What the last pseudo-gradient was computed from.
         unsent: What was in flight in the checkpoint that this group resumes from, until it has been
             sent again; else None.
@@ -85,19 +88,25 @@ class Unsynced:
 
     inner_steps: int = 0
     samples: int = 0
-    replaces_global: bool = False
+    learning_rates: float | Tensor = 0.0
     packed: Packed = field(default_factory=Packed)
     unsent: Packed | None = None
 
-    def count(self, samples: int) -> None:
-        """Count a completed inner step and its samples or tokens."""
+    def count(self, samples: int, learning_rate: float | Tensor) -> None:
+        """Count a completed inner step, its samples or tokens and its learning rate."""
         self.inner_steps += 1
         self.samples += samples
+        self.learning_rates += learning_rate
 
     @property
     def has_more(self) -> bool:
         """Whether this group has something to send that is not in the global parameters yet."""
-        return self.inner_steps > 0 or self.replaces_global
+        return self.inner_steps > 0
+
+    @property
+    def has_more_than_unsent(self) -> bool:
+        """Whether inner steps have followed those that ``unsent`` will bring to the others."""
+        return self.unsent is not None and self.inner_steps > self.unsent.inner_steps
 
 
 class FragmentSync:
@@ -155,9 +164,7 @@ class FragmentSync:
         self._stream = torch.Stream() if torch.accelerator.is_available() else None
         self._works: list[Any] = []
         self.unsynced = Unsynced()
-        self._copied: list[Tensor] | None = None
-        self._copies_first = True
-        self._paces: deque[float] = deque(maxlen=USUAL)
+        self._buffers: list[Tensor] = []
         self.total_contribution = 0.0
         self.committed = False
 
@@ -185,17 +192,28 @@ class FragmentSync:
         self.globals.level_buffers()
         packed = self.unsynced.packed = self._to_pack()
         frozen, share = set(packed.frozen), self.globals.share
-        # An average is sent as it is, without the rounding errors of earlier syncs.
-        self.mean.forget_residual(None if packed.is_replacing else frozen)
         local = packed.local or self.local()
-        averaged, copied = self.globals.divide(local)
+        odd_globally, odd_here = self.globals.not_finite(local)
+        odd = odd_globally | odd_here
+        self.mean.forget_residual(frozen | odd)
+        averaged, self._buffers = self.globals.divide(local)
         theta = (
             _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
             for index, part in enumerate(self.globals.own_parts())
         )
+        # A difference of two zeros: the mean of the other groups, or the first group's value.
+        theta = (torch.zeros_like(t) if index in odd else t for index, t in enumerate(theta))
+        averaged = [torch.zeros_like(t) if index in odd else t for index, t in enumerate(averaged)]
         contribution = packed.contribution(self._settings.weight_by)
-        self.mean.pack(self._pseudo_gradient, (theta, share.own(averaged)), contribution)
-        self._copied = copied if self.mean.contribution else None
+        self.mean.pack(
+            self._pseudo_gradient,
+            (theta, share.own(averaged)),
+            contribution,
+            num_parameters=self.globals.averaged_buffers.start,
+        )
+        if self.mean.contribution and (odd_here - odd_globally):
+            names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
+            log.warning("Not finite in this group, and left out: %s", listed(names))
         if not self._peer_table.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
 
@@ -217,12 +235,9 @@ class FragmentSync:
         samples = self._state.ledger.send(
             self.fragment_id, packed.position, self.mean.contribution > 0
         )
-        self._copies_first = True
-        table = self._peer_table.send(
-            self.mean, self._vitals(), samples, packed.is_replacing, self._leave_out
-        )
+        table = self._peer_table.send(self.mean, self._vitals(), samples, self._leave_out)
         # Before the mean, since a quantized one starts collectives on a thread of its own.
-        means = self.globals.copied.send(self._manager, self.device, self._copied)
+        means = self.globals.copied.send(self._manager, self.device, self._buffers)
         if not gathers(self._manager):  # otherwise they are gathered once the table has arrived
             means += self.mean.send(self._manager)
         return [*means, table]
@@ -231,8 +246,19 @@ class FragmentSync:
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
             return Vitals()
-        steps, usual_pace = self.unsynced.packed.inner_steps, max(self._paces, default=math.nan)
-        return Vitals(mean.contribution, mean.norm, math.nan, mean.sent_norm, steps, usual_pace)
+        usual_pace = self._peer_table.usual_pace.at(self.unsynced.packed.learning_rate)
+        return Vitals(
+            contribution=mean.contribution,
+            norm=mean.norm,
+            sent_norm=mean.sent_norm,
+            moved=mean.moved,
+            pace=self._pace,
+            usual_pace=usual_pace,
+        )
+
+    @property
+    def _pace(self) -> float:
+        return self.mean.moved_each / max(1, self.unsynced.packed.inner_steps)
 
     def _leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
@@ -250,7 +276,6 @@ class FragmentSync:
             unsound = self.mean.find_unsound(manager, sound)
         found = (float(rank in unsound) for rank in range(manager.num_participants()))
         left_out = {rank for rank, part in enumerate(self.globals.mean_over_ranks(*found)) if part}
-        self._copies_first = 0 not in left_out  # all groups copy the buffers of the first group
         if not manager.errored():
             kept = {rank: group for rank, group in sound.items() if rank not in left_out}
             self.mean.sum_sound(manager, kept)
@@ -276,10 +301,12 @@ class FragmentSync:
         if self.total_contribution > 0.0:
             # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(table.synced_samples):
-                globals_.take_outer_step(
-                    self.mean, self._write_back_alpha, replaces=table.is_replacing
-                )
-                globals_.copied.take() if self._copies_first else globals_.copied.write_back()
+                first = table.vitals.get(0)
+                if first is not None and first.contribution:  # all take over its buffers
+                    globals_.take_buffers(globals_.not_finite()[0])
+                else:
+                    globals_.copied.write_back()
+                globals_.take_outer_step(self.mean, self._write_back_alpha)
         elif not table.is_joining:
             # All groups were resuming: each continues in mid-round where it stopped.
             globals_.write_back(self._write_back_alpha)
@@ -296,8 +323,14 @@ class FragmentSync:
         kept = None
         if self._settings.fragment_sync_delay:
             kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
-        counted, replaces = (unsynced.inner_steps, unsynced.samples), unsynced.replaces_global
-        return Packed(*counted, position, replaces, kept, self.globals.frozen())
+        return Packed(
+            inner_steps=unsynced.inner_steps,
+            samples=unsynced.samples,
+            learning_rates=float(unsynced.learning_rates),
+            position=position,
+            local=kept,
+            frozen=self.globals.frozen(),
+        )
 
     def local(self) -> list[Tensor]:
         """The local parameters and buffers, as this rank holds them; not copies."""
@@ -314,8 +347,6 @@ class FragmentSync:
     def _write_back_alpha(self) -> float:
         if self._peer_table.is_joining:
             return 0.0
-        if self.unsynced.replaces_global and not self.unsynced.packed.is_replacing:
-            return 1.0  # an average has been put into the model since this sync was sent: keep it
         return self._settings.fragment_update_alpha
 
     # ---- between syncs ---------------------------------------------------------------------------
@@ -330,15 +361,15 @@ class FragmentSync:
             return
         if self.mean.contribution > 0:
             if packed.inner_steps:
-                self._paces.append(self.mean.sent_norm / packed.inner_steps)
+                table.usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
             self._state.ledger.has_synced(self.fragment_id, packed.position)
         if self._write_back_alpha > 0:
             unsynced.inner_steps -= packed.inner_steps
             unsynced.samples -= packed.samples
+            unsynced.learning_rates -= packed.learning_rates
         else:  # the steps taken while the sync was in flight are thrown away
             unsynced.inner_steps = unsynced.samples = 0
-        if packed.is_replacing or table.is_joining:
-            unsynced.replaces_global = False
+            unsynced.learning_rates = 0.0
         unsynced.unsent = None
 
     def take_global(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ class GlobalParameters:
     Args:
         tensors: The fragment's parameters in the model, of any floating dtype and device, and the
             buffers that are synchronised with them. Of these, those that have a mean are averaged,
-            the others are ``copied``.
+            the others are the first group's (``copied``).
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state live.
         shards_of: Returns the ``Shards`` of tensors: what this rank has of them.
 
     Attributes:
+        averaged_buffers: The indices of the buffers in ``theta``.
         share: What this rank averages with other groups.
         shards: What it holds of the global parameters.
         flat: All that it holds, 1-D fp32, one tensor after the other. ``theta`` has the views.
@@ -58,7 +59,7 @@ class GlobalParameters:
         buffers = {name: t for name, t in tensors.items() if name not in parameters}
         averaged = {name: t for name, t in buffers.items() if has_mean(t)}
         self.local = parameters | averaged
-        self.copied = CopiedBuffers({n: t for n, t in buffers.items() if n not in averaged})
+        self.copied = CopiedBuffers(averaged | buffers)
         held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
         self.share = self.shards = shards_of(self.local.values())
@@ -81,6 +82,7 @@ class GlobalParameters:
         self._step_norms = StepNorms()
         """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
         self._buffers = frozenset(averaged)
+        self.averaged_buffers = range(len(parameters), len(self.local))
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
@@ -97,9 +99,7 @@ class GlobalParameters:
     # ---- the outer step --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_outer_step(
-        self, mean: WeightedMean, alpha: float = 0.0, *, replaces: bool = False
-    ) -> None:
+    def take_outer_step(self, mean: WeightedMean, alpha: float = 0.0) -> None:
         """Move the global parameters by the mean pseudo-gradient, and write them into the model.
 
         Buffers become the mean of the local ones: global minus the mean of (global minus local). A
@@ -110,11 +110,8 @@ class GlobalParameters:
             mean: The mean after ``finish``, over the tensors in the order of ``theta``. Its memory
                 is overwritten.
             alpha: See ``write_back``.
-            replaces: Whether all tensors become the mean of the local ones, as buffers do, because
-                an average is to be global.
         """
-        taken = self.theta if replaces else self._buffers
-        plain = {index for index, name in enumerate(self.theta) if name in taken}
+        plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
         unmoved = self._unmoved(mean) - plain
         for index, theta in enumerate(self.theta.values()):
             # Old momentum would move the tensor once its pseudo-gradient is not 0 any more.
@@ -153,7 +150,7 @@ class GlobalParameters:
         self, mean: WeightedMean, plain: Collection[int], unmoved: Collection[int], alpha: float
     ) -> StepNorms:
         """Take torch's outer step in chunks, and write each chunk back while it is in cache."""
-        step, frozen = SGDStep(self.optimizer, mean.divisor), set(self.frozen())
+        step, unmixed = SGDStep(self.optimizer, mean.divisor), self._unmixed(alpha)
         momenta, stepped, still = ([torch.zeros(())] for _ in range(3))  # squares of norms
         for index, (theta, parameter, sums) in enumerate(
             zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
@@ -178,7 +175,7 @@ class GlobalParameters:
                     part.sub_(total.div_(mean.divisor))
                 momenta += (self.shards.own_part(torch.dot(m, m), index) for m in momentum)
                 if own is not None:
-                    _mix(own, part.view(own.shape), 0.0 if index in frozen else alpha)
+                    _mix(own, part.view(own.shape), 0.0 if index in unmixed else alpha)
         self._await_copies()
         self._momentum_norm = _root(momenta) if step.momentum else None
         return StepNorms.of_parts(_root(stepped) / mean.divisor, _root(still) / mean.divisor)
@@ -217,11 +214,17 @@ class GlobalParameters:
         self.copied.write_back()
 
     def _write_back(self, alpha: float, whole: Iterable[Tensor]) -> None:
-        frozen = set(self.frozen())
+        unmixed = self._unmixed(alpha)
         pairs = zip(self.local.values(), whole, strict=True)
         for index, (parameter, theta) in enumerate(pairs):
-            _mix(local_tensor(parameter), theta, 0.0 if index in frozen else alpha)
+            _mix(local_tensor(parameter), theta, 0.0 if index in unmixed else alpha)
         self._await_copies()
+
+    def _unmixed(self, alpha: float) -> set[int]:
+        """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""
+        local = [local_tensor(tensor) for tensor in self.local.values()]
+        odd = self.not_finite(local) if alpha else ()
+        return set(self.frozen()).union(*odd)
 
     def _await_copies(self) -> None:
         """Wait until an accelerator has read the global parameters, which may change after that."""
@@ -233,6 +236,15 @@ class GlobalParameters:
         mean.flat[self.share.start :][: self.flat.numel()] = self.flat
         self.share.gather(mean.flat)
         return self.whole_views(mean.flat)
+
+    @torch.no_grad()
+    def has_moved(self) -> bool:
+        """Whether local parameters are not the global ones, in what this rank averages."""
+        local = self.share.own(map(local_tensor, self.local.values()))
+        return any(
+            name not in self._buffers and not torch.equal(own, theta.to(own.device, own.dtype))
+            for name, theta, own in zip(self.theta, self.own_parts(), local, strict=True)
+        )
 
     # ---- by name, and by rank --------------------------------------------------------------------
 
@@ -252,8 +264,8 @@ class GlobalParameters:
         return {**self.theta, **self.copied.values}
 
     def divide(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Divide a list in the order of ``tensors`` into what is averaged, and what is copied."""
-        return tensors[: len(self.theta)], tensors[len(self.theta) :]
+        """From a list in the order of ``tensors`` take what is averaged, and the buffers."""
+        return tensors[: len(self.theta)], tensors[self.averaged_buffers.start :]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
@@ -283,6 +295,43 @@ class GlobalParameters:
         if not self.is_shared:
             return own
         return self.shards.whole(list(self.theta).index(name), own).view(self.shapes[name])
+
+    def not_finite(self, local: Sequence[Tensor] = ()) -> tuple[set[int], set[int]]:
+        """The averaged buffers, by index, that are not finite and so have no mean.
+
+        It is the same on all ranks of the group: a collective, if there are such buffers.
+
+        Args:
+            local: The local tensors in the order of ``tensors``.
+
+        Returns:
+            Those that are not finite globally, and those that are not in ``local``.
+        """
+        buffers = self.averaged_buffers
+        odd = torch.zeros(2, len(buffers), dtype=torch.float64)
+        if not buffers:
+            return set(), set()
+        for row, tensors in zip(odd, ([*self.theta.values()], local), strict=True):
+            if tensors:
+                finite = torch.stack([tensors[index].isfinite().all() for index in buffers])
+                row += finite.logical_not().cpu()
+        globally, locally = (
+            {index for index, count in zip(buffers, counts, strict=True) if count}
+            for counts in self.share.sum(odd).tolist()
+        )
+        return globally, locally
+
+    @torch.no_grad()
+    def take_buffers(self, averaged: Iterable[int]) -> None:
+        """After the vote: take over the first group's buffers, those without a mean.
+
+        Args:
+            averaged: Of the buffers that are averaged, those to take over too, by index.
+        """
+        received, theta = self.copied.take(), [*self.theta.values()]
+        for index in averaged:
+            own = self.shards.part_of(index, received[index - self.averaged_buffers.start])
+            theta[index].copy_(own.view(theta[index].shape))
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.fragment_sync import FragmentSync
@@ -118,8 +120,8 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     means = [_mean_of_local(fragment, weight) for fragment in fragments]
     works = [work for mean in means for work in mean.send(manager)]
     for fragment in fragments:
-        copied = fragment.globals.copied
-        works += copied.send(manager, fragment.device, copied.live.values())
+        _, buffers = fragment.globals.divide(fragment.local())
+        works += fragment.globals.copied.send(manager, fragment.device, buffers)
     for work in works:
         work.wait()
     if not manager.should_commit():
@@ -128,7 +130,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         if mean.finish():
             for theta, value in zip(fragment.globals.theta.values(), mean.unpack(), strict=True):
                 theta.detach().copy_(value.view(theta.shape))
-            fragment.globals.copied.take()
+            fragment.globals.take_buffers(fragment.globals.averaged_buffers)
         fragment.take_global()
     return True
 
@@ -141,7 +143,9 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     """
     mean = WeightedMean(fragment.mean.share, fragment.device, fragment.mean.gathers)
     averaged, _ = fragment.globals.divide(fragment.local())
-    local = (mean.share.own(averaged),)
+    copied = fragment.globals.averaged_buffers  # as they are, since they need not be finite
+    parts = [torch.zeros_like(t) if i in copied else t for i, t in enumerate(averaged)]
+    local = (mean.share.own(parts),)
     mean.pack(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
     if weight and not mean.is_finite:
         raise ValueError(

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
-from statistics import median_low
-from typing import NamedTuple
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 
 class Vitals(NamedTuple):
@@ -15,36 +20,47 @@ class Vitals(NamedTuple):
         contribution: Its weight in the mean; 0 if it contributes nothing.
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
-        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual, in its wire
-            format.
-        inner_steps: Inner steps that the pseudo-gradient covers.
-        usual_pace: The largest norm per inner step in its last syncs of the same fragment.
+        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual.
+        moved: ``sent_norm`` over parameters alone, since honest groups may have unlike buffers.
+        pace: How far one inner step has moved an element: the root mean square over the parameters
+            that have moved at all, so that it does not matter how many are frozen.
+        usual_pace: The pace that is usual for it, see ``UsualPace``.
     """
 
     contribution: float = 0.0
     norm: float = 0.0
     step_s: float = math.nan
     sent_norm: float = 0.0
-    inner_steps: float = 0.0
+    moved: float = 0.0
+    pace: float = 0.0
     usual_pace: float = math.nan
-
-    @property
-    def pace(self) -> float:
-        """``sent_norm`` divided by ``inner_steps``."""
-        return self.sent_norm / max(1.0, self.inner_steps)
 
 
 BEYOND = 10.0
-"""A pseudo-gradient that is so many times as long as the others' is taken for an error."""
+"""A pseudo-gradient that is so many times as long as others and as usual is taken for an error."""
+
+BEYOND_AT_FIRST = 100.0
+"""The same for a group whose usual pace is not known, compared with others alone. In a warm-up from
+0 a group that takes more inner steps in a round is far ahead, and honest."""
+
+UNSEEN = 1e-15
+"""A move that no training notices. In fp32 the squares of numbers below 1e-19 are lost, so a norm
+below this one may be another where the numbers are weighted."""
+
+USUAL = 9
+"""Over how many syncs of a fragment a pace is usual."""
 
 
 def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
     """Find the groups whose pseudo-gradient is so long that it must be an error.
 
-    Each is compared with the median of all groups that contribute; of two groups with the other one
-    and with its own last syncs. It must be beyond ten times that per inner step, and in all: a
-    group that has taken few steps moves further in each step than groups whose steps cancel out in
-    part.
+    Each is compared with the median of all groups that contribute, of two groups with the other
+    one, and with its own last syncs. An honest group may be far beyond the others: they may be at
+    the end of a learning rate that falls to 0, or have frozen what it trains. A sick one is also
+    beyond itself.
+
+    It must be beyond ten times the others' per inner step and element, and in all: a group that has
+    taken few steps moves further in each step than groups whose steps cancel out in part.
 
     Args:
         groups: The metrics of the groups in a sync, by rank in the quorum.
@@ -54,14 +70,72 @@ def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
     for rank, group in sent.items() if len(sent) > 1 else ():
         others = [other for each, other in sent.items() if each != rank or len(sent) > 2]
         pace = median_low(other.pace for other in others)
-        norm = median_low(other.sent_norm for other in others)
-        is_unusual = len(sent) > 2 or group.pace > BEYOND * group.usual_pace
-        if pace and is_unusual and group.pace > BEYOND * pace and group.sent_norm > BEYOND * norm:
+        moved = median_low(other.moved for other in others)
+        is_known = group.usual_pace >= 0
+        usual = BEYOND * group.usual_pace if is_known else BEYOND_AT_FIRST * pace
+        if (
+            pace > UNSEEN
+            and group.pace > max(usual, BEYOND * pace)
+            and group.moved > BEYOND * moved
+        ):
             found[rank] = (
                 f"its pseudo-gradient is {group.pace / pace:.3g} times as long per inner step as "
                 f"that of {'most groups' if len(sent) > 2 else 'the other group'}"
             )
     return found
+
+
+class UsualPace:
+    """The pace that is usual for this group, by its last syncs.
+
+    A pace is kept in units of the learning rate, which may fall to 0 and begin again. So it stays
+    about the same in a training, and a group that becomes sick little by little is found too. A
+    learning rate counts up to the highest one that the group has trained with: one that jumps is no
+    excuse.
+
+    The fragment with the largest one counts, since a group may train a fragment that its samples
+    have not needed before.
+
+    Args:
+        num_fragments: How many fragments the model has.
+    """
+
+    def __init__(self, num_fragments: int) -> None:
+        self._paces = [deque[float](maxlen=USUAL) for _ in range(num_fragments)]
+        self._top_lr = 0.0
+
+    def add(self, fragment: int, pace: float, lr: float) -> None:
+        """Add a committed sync of a fragment: its pace, and the mean learning rate of its steps."""
+        if pace > 0 and lr > 0:
+            self._paces[fragment].append(pace / lr)
+            self._top_lr = max(self._top_lr, lr)
+
+    def at(self, lr: float) -> float:
+        """Return the usual pace at a learning rate; NaN before the first sync."""
+        paces = [median(each) for each in self._paces if each]
+        return max(paces) * min(lr, self._top_lr) if paces else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed group needs, so that it is judged as before."""
+        return {"paces": [[*each] for each in self._paces], "top_lr": self._top_lr}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state_dict`` returned."""
+        self._top_lr = state["top_lr"]
+        for own, saved in zip(self._paces, state["paces"], strict=True):
+            own.clear()
+            own.extend(saved)
+
+
+def learning_rate(optimizer: Optimizer) -> float | Tensor:
+    """The largest learning rate of an optimizer's groups; 1 if it has none, as Adafactor may.
+
+    It stays a tensor on an accelerator, for which an inner step does not wait.
+    """
+    rates = [rate for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
+    if there := [t.detach() for t in rates if isinstance(t, Tensor) and t.device.type != "cpu"]:
+        return torch.stack(there).max()
+    return max(map(float, rates), default=1.0)
 
 
 class StepNorms(NamedTuple):

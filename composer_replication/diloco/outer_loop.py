@@ -13,7 +13,7 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
-from composer_replication.diloco.outer_health import directions
+from composer_replication.diloco.outer_health import directions, learning_rate
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
@@ -86,12 +86,7 @@ class OuterLoop:
         manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         if serve := getattr(manager, "serve_state", None):  # a ReplicaManager's
             serve(state)  # outside of quorums too
-        ask_to_gather(manager, self._wants_to_gather)
-
-    def _wants_to_gather(self) -> bool:
-        """Whether this group asks to gather messages: after a doubt, or for an exact average."""
-        replaces = any(fragment.unsynced.replaces_global for fragment in self.fragments)
-        return self._has_doubts or (replaces and self._settings.keeps_residual)
+        ask_to_gather(manager, lambda: self._has_doubts)
 
     def resume(self, inner_steps: int) -> None:
         """Continue the count of a checkpoint: inner steps of this group until then."""
@@ -104,8 +99,9 @@ class OuterLoop:
         self.inner_steps += 1
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step
+        rate = learning_rate(self._arguments.inner_optimizer)
         for fragment in self.fragments:
-            fragment.unsynced.count(samples)
+            fragment.unsynced.count(samples, rate)
 
     def prepare_sync(self) -> None:
         """Send the next fragment, in a quorum. It waits for the ranks of this group only.
@@ -123,13 +119,18 @@ class OuterLoop:
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 self.in_flight.abandon()
                 return
-            others = (each for each in self.fragments if each is not self.in_flight)
-            table = self.peer_table
-            table.has_more = table.is_training or any(each.unsynced.has_more for each in others)
+            self.peer_table.has_more = self.peer_table.is_training or self._leaves_steps()
             self.in_flight.prepare_sync()
         except BaseException as error:
             self._report(error)
             raise
+
+    def _leaves_steps(self) -> bool:
+        """Whether inner steps remain to be sent after the fragment that is sent next."""
+        return any(
+            each.unsynced.has_more_than_unsent if each is self.in_flight else each.unsynced.has_more
+            for each in self.fragments
+        )
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
@@ -266,7 +267,7 @@ class OuterLoop:
             outer_momentum=outer.get("momentum", 0.0),
             global_digest=self.state.digest() if has_digest else None,
             equal_samples=self.peer_table.equal_samples,
-            **directions(self.peer_table.vitals, norms.mean),
+            **directions([*self.peer_table.vitals.values()], norms.mean),
         )
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
@@ -277,7 +278,7 @@ class OuterLoop:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
         self.peer_table.step_s = self.round_length.step_s
-        self.round_length.choose(self.peer_table.vitals)
+        self.round_length.choose([*self.peer_table.vitals.values()])
 
     @property
     def steps_before_sync(self) -> int:

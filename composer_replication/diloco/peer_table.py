@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import Vitals, beyond_all_others
+from composer_replication.diloco.outer_health import UsualPace, Vitals, beyond_all_others
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then, gathers
 
@@ -48,8 +48,6 @@ class PeerRow(NamedTuple):
         has_more: Whether it still trains, or has steps that are not in the global parameters yet.
         is_joining: Whether it joins with this sync and contributes nothing.
         was_healed: Whether it has taken over the global state since its last sync.
-        is_replacing: Whether its local parameters are to become the global ones, see
-            ``DiLoCo.make_local_global``.
         outer_step: Its outer step.
         vitals: Its contribution, norm and pace in this sync.
         samples: How much of its sample stream is in the model once this sync has committed.
@@ -62,7 +60,6 @@ class PeerRow(NamedTuple):
     has_more: bool
     is_joining: bool
     was_healed: bool
-    is_replacing: bool
     outer_step: int
     vitals: Vitals
     samples: SyncedSamples
@@ -137,7 +134,7 @@ def as_number(digest: str) -> int:
 class PeerTable:
     """Sends this group's row with a sync, and checks the rows of all its groups before the vote.
 
-    The table answers eight questions that torchft does not:
+    The table answers seven questions that torchft does not:
 
     * Were all groups of the quorum in this sum? With a quorum id that was used before, the
       connections can be those to other groups, or to fewer.
@@ -146,7 +143,6 @@ class PeerTable:
       each fragment every ``digest_every`` outer steps, after a heal and after a resume. (Settings
       are compared before the groups connect, see ``compare_groups``.)
     * How much of each group's sample stream is in the model once the sync has committed?
-    * Has a group replaced its local parameters by an average that is to be the global ones?
     * How long is each group's pseudo-gradient?
     * Which groups train on the same samples?
     * Has everything arrived as it was sent, and is it sound? If not, the sync is repeated: the
@@ -163,13 +159,13 @@ class PeerTable:
         has_more: Whether it does, or has steps of other fragments to send; likewise.
         is_joining: Whether this group obtains the global state, and contributes nothing.
         step_s: Seconds that an inner step of this group takes. The outer loop sets it.
+        usual_pace: How far this group's inner steps usually move a parameter.
         is_over: Whether no group of the last sync trains or has anything to send.
         has_doubts: Whether what has arrived in the last sync is not sound.
         are_all_joining: Whether no group of the last sync was in training.
-        is_replacing: Whether a group of the last sync wants the mean of the local parameters as
-            global ones.
         synced_samples: How far the groups of the last sync have read their sample streams.
-        vitals: Contribution, norm and pace of each group in the last sync.
+        vitals: Contribution, norm and pace of each group in the last sync, by rank in the quorum;
+            without the groups that it has left out.
         first_batches: Digests of this group's first batches; None after its first sync.
         equal_samples: The names of the groups whose first batches were found to be equal to this
             group's in the last sync, and its own; empty if there are none.
@@ -189,9 +185,10 @@ class PeerTable:
         self.is_training = self.has_more = True
         self.is_joining = False
         self.step_s = math.nan
-        self.is_over = self.are_all_joining = self.is_replacing = self.has_doubts = False
+        self.usual_pace = UsualPace(num_fragments)
+        self.is_over = self.are_all_joining = self.has_doubts = False
         self.synced_samples: list[SyncedSamples] = []
-        self.vitals: list[Vitals] = []
+        self.vitals: Mapping[int, Vitals] = {}
         self.first_batches: list[str] | None = []
         self.equal_samples: tuple[str, ...] = ()
 
@@ -200,7 +197,6 @@ class PeerTable:
         mean: WeightedMean,
         vitals: Vitals,
         samples: SyncedSamples,
-        is_replacing: bool,
         leave_out: LeaveOut,
     ) -> Then:
         """Start the table's exchange, for the sync of a fragment.
@@ -209,7 +205,6 @@ class PeerTable:
             mean: What the fragment sends. Its sum is checked against the table.
             vitals: This group's metrics; ``step_s`` is added here.
             samples: See ``PeerRow``.
-            is_replacing: See ``PeerRow``.
             leave_out: Called if messages are gathered, and not summed.
 
         Returns:
@@ -223,7 +218,6 @@ class PeerTable:
             has_more=self.has_more,
             is_joining=self.is_joining,
             was_healed=self._state.was_healed,
-            is_replacing=is_replacing,
             outer_step=self._state.outer_step,
             vitals=vitals._replace(step_s=self.step_s),
             samples=samples,
@@ -256,18 +250,15 @@ class PeerTable:
         rows, faults = self._decode(table.cpu())
         if rows:
             self._check_agreement(rows)
-            # An average may be far from the global parameters, and is no error.
-            if not any(row.is_replacing for row in rows.values()):
-                faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
+            faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
         left_out = self._judge(mean, leave_out, rows, faults)
         if self._manager.errored():
             return
         self.is_over = not any(row.has_more for row in rows.values())
         self.are_all_joining = all(row.is_joining for row in rows.values())
-        self.is_replacing = any(row.is_replacing for row in rows.values())
-        kept = [row for rank, row in rows.items() if rank not in left_out]
-        self.synced_samples = [row.samples for row in kept]
-        self.vitals = [row.vitals for row in kept]
+        kept = {rank: row for rank, row in rows.items() if rank not in left_out}
+        self.synced_samples = [row.samples for row in kept.values()]
+        self.vitals = {rank: row.vitals for rank, row in kept.items()}
         self._find_equal_samples(rows)
         self._state.compare_next = self._state.was_healed = False
 

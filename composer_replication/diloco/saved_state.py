@@ -21,12 +21,15 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
     """
     state, fragments = loop.state, loop.fragments
     return state.whole_state_dict(copies=copies) | {
-        "since_sync": [[each.unsynced.inner_steps, each.unsynced.samples] for each in fragments],
-        "replaces_global": [fragment.unsynced.replaces_global for fragment in fragments],
+        "since_sync": [
+            [each.unsynced.inner_steps, each.unsynced.samples, float(each.unsynced.learning_rates)]
+            for each in fragments
+        ],
         "reading": state.ledger.local_state(),
         "in_flight": _in_flight(loop.in_flight),
         "inner_steps": loop.inner_steps,
         "round_length": loop.round_length.state_dict(),
+        "usual_pace": loop.peer_table.usual_pace.state_dict(),
         "residual": {
             name: tensor.clone() if copies else tensor
             for fragment in fragments
@@ -48,12 +51,12 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     if "round_length" in saved:  # an earlier version has none: there all turns were equally long
         loop.round_length.load_state_dict(saved["round_length"])
         loop.peer_table.step_s = loop.round_length.step_s
-    replaces = saved.get("replaces_global", [False] * len(fragments))
-    each = zip(fragments, saved["since_sync"], replaces, strict=True)
-    for fragment, counted, replaces_global in each:
+    if "usual_pace" in saved:  # an earlier version has none, and no learning rates either
+        loop.peer_table.usual_pace.load_state_dict(saved["usual_pace"])
+    for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
         unsynced = fragment.unsynced
-        unsynced.inner_steps, unsynced.samples = counted
-        unsynced.replaces_global = replaces_global
+        unsynced.inner_steps, unsynced.samples, *rates = counted
+        unsynced.learning_rates = sum(rates)
         if saved["residual"]:
             fragment.mean.load_residual(
                 [saved["residual"][name].reshape(-1) for name in fragment.globals.theta]
@@ -78,7 +81,7 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
 
     Args:
         saved: What ``saved_state`` has as ``in_flight``. Earlier versions have other forms: one has
-            several packs, all have ``is_dropped``.
+            several packs, all have ``is_dropped`` or ``is_replacing``.
         loop: The outer loop of this group.
 
     Returns:
@@ -89,7 +92,8 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
         saved = packs[0] | {"local": saved["local"]} if len(packs) == 1 else None
     loop.in_flight = None
     if saved:
-        saved = {name: value for name, value in saved.items() if name != "is_dropped"}
+        gone = "is_dropped", "is_replacing"
+        saved = {name: value for name, value in saved.items() if name not in gone}
         fragment, local = loop.fragments[saved.pop("fragment")], saved.pop("local")
         local = [local[name] for name in fragment.globals.tensors]
         fragment.unsynced.unsent = Packed(**saved, local=local)

@@ -11,12 +11,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+
+Sum = TypeVar("Sum", Tensor, float)
 
 BUCKET = 2**24
 """Largest number of elements in a message: 64 MiB of fp32. It never changes a result."""
@@ -139,15 +142,15 @@ class Shards:
         flat = tensor.reshape(-1)
         return flat if self.num_shares == 1 else flat[self._parts[index]]
 
-    def own_part(self, square: Tensor, index: int) -> Tensor:
-        """This rank's part of a sum of squares, divided by the ranks that hold the same shard.
+    def own_part(self, total: Sum, index: int) -> Sum:
+        """This rank's part of a sum over elements, divided by the ranks that hold the same shard.
 
         Args:
-            square: The sum of squares over what this rank has of a tensor.
+            total: The sum over what this rank has of a tensor, such as that of squares.
             index: The index of the tensor.
         """
         copies = self._copies[index]
-        return square if copies == 1 else square / copies
+        return total if copies == 1 else total / copies
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group."""

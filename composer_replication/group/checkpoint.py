@@ -9,7 +9,7 @@ part consists of
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: the residual of error feedback by name, fp32, if there is any;
 * ``theta``: the global tensors by name, fp32 unless they are copied buffers: those that are not
-  fp32 in the model, or all if the job has an EMA or SWA, because the saved model may then hold
+  fp32 in the model, or all if the job has an EMA, because the saved model may then hold
   their weights;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
@@ -44,8 +44,8 @@ _PLAIN = (
     "local_step",
     "since_sync",
     "reading",
-    "replaces_global",
     "round_length",
+    "usual_pace",
 )
 
 _CHUNK = 1 << 17
@@ -212,7 +212,8 @@ class CheckpointLayout:
             }
             optimizer = {"state": momenta, "param_groups": groups[index]}
             fragments.append({"theta": {n: theta[n] for n in names}, "optimizer": optimizer})
-        state = {key: progress[key] for key in _PLAIN} | {
+        # A checkpoint of an earlier version has no usual_pace.
+        state = {key: progress[key] for key in _PLAIN if key in progress} | {
             "in_flight": self._load_in_flight(saved["in_flight"]),
             "fragments": fragments,
             "residual": loaded["residual"],

@@ -60,7 +60,7 @@ class GlobalWeights:
     def _hook(self, owner: int, own: Mapping[str, str]) -> Callable[..., None]:
         def substitute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             if id(module) != owner:
-                return  # a deep copy, such as SWA's, has weights of its own
+                return  # a deep copy, such as an average, has weights of its own
             if self._is_left_alone() or self._kept is not None:
                 return  # while they are shown, one rank of DDP may save without the others
             for key, name in own.items():
@@ -107,10 +107,6 @@ class GlobalWeights:
             for name, tensor in self._live.items():
                 local_tensor(tensor).copy_(self._kept[name])
             self._kept = None
-
-    def keep_shown(self) -> None:
-        """Keep what the model holds now as the local parameters."""
-        self._kept = None
 
     def read_from(self, theta: Mapping[str, Tensor]) -> None:
         """From now on, these are the global parameters."""

@@ -171,7 +171,7 @@ class ReplicaGroup:
             self.weights = GlobalWeights(
                 self.host.model,
                 diloco.global_parameters(),
-                lambda: self.host.averages.are_saved or self._replaces_global,
+                lambda: self.host.averages.are_saved,
             )
             reports.position("joining", diloco)
             self._joined.enter_context(diloco)
@@ -344,8 +344,7 @@ class ReplicaGroup:
         if self.diloco is not None:
             self._report("evaluating")
         self.generators.save()
-        replaces = self.host.averages.are_evaluated or self._replaces_global
-        if self.options.eval_weights == "global" and not replaces:
+        if self.options.eval_weights == "global" and not self.host.averages.are_evaluated:
             self.weights.show()
 
     def show_local(self) -> None:
@@ -362,13 +361,6 @@ class ReplicaGroup:
             # A trainer's last evaluation may come after the end of the fit.
             self.result["eval"] = metrics
             self._reports.folder.write_end(self.result)
-
-    @property
-    def _replaces_global(self) -> bool:
-        """Whether an average is in the model that is not yet in the global weights."""
-        if self.diloco is not None:
-            return self.diloco.replaces_global
-        return any((self.continuation.ended or {}).get("replaces_global", ()))
 
     def state_dict(self) -> dict[str, Any]:
         """This group's part of a checkpoint: empty before training. Under FSDP a collective.

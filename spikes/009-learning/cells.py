@@ -52,6 +52,8 @@ class Cell:
             ``outer_momentum``.
         rounds: Further numbers of inner steps in a round, each with the outer step from which on it
             holds.
+        outer: Further outer learning rates and momenta, each with the outer step from which on they
+            hold.
         periods: At which syncs the inner momenta are averaged, and at which AdamW's squared
             gradients: 1 for each one, 3 for each third. Empty: never.
         slow: If not 0, Muon's step is a mix of its momentum, in this share, and of the gradient.
@@ -59,6 +61,9 @@ class Cell:
             They are steps of a sync, so that the model holds the global weights. 0: never.
         lag: How many steps the learning rate is behind. 1 under Composer's Trainer, which sets the
             rate of a step by the time before the step that it follows (0.32.1, trainer.py).
+        warmup: Steps in which the learning rate rises.
+        alone_of: If not 0, one group alone, of so many: ``groups`` is 0, and the model has the
+            first group's part of each batch.
     """
 
     groups: int = 0
@@ -92,11 +97,15 @@ class Cell:
     slow: float = 0.0
     curve: int = 0
     lag: int = 0
+    warmup: int = 50
+    alone_of: int = 0
+    outer: tuple[tuple[int, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("step_times", "batches", "periods"):  # JSON has lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        object.__setattr__(self, "rounds", tuple(map(tuple, self.rounds)))
+        for name in ("rounds", "outer"):
+            object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
 
     @property
     def key(self) -> str:
@@ -127,5 +136,6 @@ _OUTER = (
     "step_times",
     "ramp",
     "rounds",
+    "outer",
     "periods",
 )

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from arms import DATA_PARALLEL, DATA_PARALLEL_32, DATA_PARALLEL_MUON, EIGHT_SHORT, FOUR_SHORT, TWO
 from cells import EARLY_STEPS, Cell
+from lines import DEFAULTS, RESULTS, Lines, read
 from paired import Difference, compare
-
-Lines = Mapping[str, Mapping[str, Any]]
 
 SEEDS = (1, 2, 3)
 """The first one is for all candidates, the others are for the finalists."""
@@ -543,8 +542,6 @@ def _arms_table(done: Lines) -> list[str]:
 
 
 def main() -> None:
-    from study import DEFAULTS, RESULTS, read
-
     here = Path(__file__).with_name("defaults-so-far.md")
     here.write_text(report(read(DEFAULTS), read(RESULTS)))
     print(here.read_text())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sysconfig
 import tempfile
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 from composer_replication.training.byte_gpt import ByteGPT
 from composer_replication.training.loaders import TextBytes
 
-LENGTH = 128
+LENGTH, SHORT = 128, 64
 SIDE, TRAINED, HELD_OUT, COPIES, NOISE = 12, 1440, 357, 24, 0.4
 
 Batch = dict[str, Tensor]
@@ -61,18 +62,17 @@ def _headers() -> Path:
     return Path(torch.__file__).parent / "include" / "torch"
 
 
-def _docstrings(split: Any) -> TextBytes:
-    """The docstrings of torch, those of a file in one. ``TextBytes`` reads the folder at once."""
+def _docstrings(root: Path, files: str, length: int, split: Any) -> TextBytes:
+    """The docstrings of files, those of each in one. ``TextBytes`` reads the folder at once."""
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(torch.__file__).parent
-        for source in root.rglob("*.py"):
+        for source in root.glob(files):
             nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
             found = [ast.get_docstring(each) for each in nodes if isinstance(each, _DOCUMENTED)]
             if text := "\n\n".join(filter(None, found)):
                 file = Path(folder, source.relative_to(root))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
-        return TextBytes(folder, max_seq_len=LENGTH, split=split)
+        return TextBytes(folder, max_seq_len=length, split=split)
 
 
 _DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
@@ -80,10 +80,12 @@ _DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 DATA: dict[str, Callable[[Any], Any]] = {
     "stdlib": lambda split: TextBytes(max_seq_len=LENGTH, split=split),
     "headers": lambda split: TextBytes(_headers(), max_seq_len=LENGTH, split=split),
-    "docstrings": _docstrings,
+    "docstrings": partial(_docstrings, Path(torch.__file__).parent, "**/*.py", LENGTH),
     "digits": Pictures,
+    "manual": partial(_docstrings, Path(sysconfig.get_path("stdlib")), "*.py", SHORT),
 }
-"""The source of Python's standard library; torch's C++ C++ headers; its docstrings; pictures."""
+"""The source of Python's standard library; torch's C++ headers; its docstrings; pictures; the
+docstrings of the standard library's modules."""
 
 
 class GRU(nn.Module):
@@ -147,5 +149,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gru": GRU,
     "cnn": CNN,
     "convolutions": Convolutions,
+    "small": partial(ByteGPT, d_model=48, n_heads=4, n_layers=2, max_seq_len=SHORT),
 }
-"""443,648 parameters, 837,888, 189,632, 24,058 and 363,264."""
+"""443,648 parameters, 837,888, 189,632, 24,058, 363,264 and 71,136."""

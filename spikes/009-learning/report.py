@@ -17,8 +17,8 @@ from typing import Any
 import defaults
 from arms import ARMS, CURVES, DATA_PARALLEL_MUON, HELD_OUT, LINES, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
+from lines import read_all
 from paired import Difference, compare
-from study import read_all
 
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 

@@ -1,7 +1,7 @@
 """Runs a study, one training after the other, and continues where its results file ends.
 
     python spikes/009-learning/study.py run --workers 2 --hours 3
-    python spikes/009-learning/study.py left --study defaults
+    python spikes/009-learning/study.py left --study warm
 
 Each training adds one line to the results. A training that is there is not run again, so the
 command can be stopped at any time and given again, on any machine with the same text. What was not
@@ -25,37 +25,27 @@ import zlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 import defaults
+import warm
 from cells import Cell
+from lines import DEFAULTS, HERE, RESULTS, WARM, Lines, append, read, read_all
 from plan import cells
-
-HERE = Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
-DEFAULTS = HERE / "defaults.jsonl"
-
-Lines = dict[str, dict[str, Any]]
-
-
-def read(path: Path = RESULTS) -> Lines:
-    """The results by the cell's key."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {Cell(**result["cell"]).key: result for result in map(json.loads, lines)}
-
-
-def read_all() -> Lines:
-    """The results of both studies. They have some trainings in common."""
-    return {**read(DEFAULTS), **read(RESULTS)}
 
 
 class Work(NamedTuple):
-    """What a worker does: trains what is wanted until it is stopped, at the latest ``until``."""
+    """What a worker does: trains what is wanted until it is stopped, at the latest ``until``.
+
+    ``others`` are results in other files that those of this work are compared with.
+    """
 
     results: Path
     wanted: Callable[[Lines], Iterable[Cell]]
     until: float
     stop: Path
+    others: Lines = MappingProxyType({})
 
 
 def work(task: Work) -> None:
@@ -72,8 +62,7 @@ def work(task: Work) -> None:
             if cell is None:
                 break
             result = {"commit": commit, "torch": torch.__version__, **train(cell)}
-            with task.results.open("a") as file:
-                file.write(json.dumps({"cell": json.loads(cell.key), **result}) + "\n")
+            append(task.results, {"cell": json.loads(cell.key), **result})
             _release(claims.fileno(), cell)
             print(f"{result['bits']:.4f} bits  {result['seconds']:.0f} s  {cell.key}", flush=True)
 
@@ -87,7 +76,7 @@ def _claim(task: Work, claims: int) -> Cell | None:
             continue
         done = read(task.results)
         if cell.key not in done:
-            _check_text(cell, done)
+            _check_text(cell, {**task.others, **done})
             return cell
         _release(claims, cell)
     return None
@@ -151,17 +140,19 @@ def main() -> None:
     running.add_argument("--stop", type=Path, default=HERE / "stop", help="a file that ends it")
     left = commands.add_parser("left", help="say how much is missing")
     for each in (running, left):
-        each.add_argument("--study", choices=("learning", "defaults"), default="learning")
+        each.add_argument("--study", choices=("learning", "defaults", "warm"), default="learning")
         each.add_argument("--stage", help="of learning, only this one: see plan.py")
         each.add_argument("--results", type=Path, help="its file, if not the one that is here")
     given = parser.parse_args()
     results, wanted = RESULTS, partial(learning, others=read(DEFAULTS), stage=given.stage)
     if given.study == "defaults":
         results, wanted = DEFAULTS, partial(defaults.wanted, others=read(RESULTS))
+    elif given.study == "warm":
+        results, wanted = WARM, partial(warm.wanted, others=read_all())
     results = given.results or results
     if given.command == "run":
         until = time.time() + given.hours * 3600
-        run(Work(results, wanted, until, given.stop), given.workers)
+        run(Work(results, wanted, until, given.stop, read_all()), given.workers)
     else:
         print(f"{sum(1 for _ in wanted(read(results)))} trainings are left, that are known yet")
 

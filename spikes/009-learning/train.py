@@ -18,13 +18,14 @@ from jobs import MODELS, data_of
 from torch import nn
 from torchft.data import DistributedSampler
 
-from composer_replication import DiLoCo, simulate
+from composer_replication import DiLoCo, SyncReport, simulate
 from composer_replication.diloco import hang_watch
 from composer_replication.simulation import Fault, SimulationError
 from composer_replication.training import Muon
 from composer_replication.training.byte_gpt import BitsPerByte
 
-WARMUP = 50
+SYNCS = 120
+"""Of so many, the first ones, a training keeps what was measured: that is for an early verdict."""
 
 
 def train(cell: Cell) -> dict[str, Any]:
@@ -37,14 +38,16 @@ def train(cell: Cell) -> dict[str, Any]:
         ``text``, the name of what it was trained and evaluated on; ``bits``, held-out bits per byte
         (of a picture: per label) of the global weights at the end; ``accuracy`` there; ``loss``,
         the training loss of group 0 in nats, as a mean over each 60th of the run; ``held_out``, as
-        ``bits`` along the run, if it is asked for; ``seconds``, and those of a processor.
+        ``bits`` along the run, if it is asked for; ``syncs``, what group 0 measured in the first
+        ones, see ``_measured``; ``seconds``, and those of a processor.
     """
     began, used = time.monotonic(), time.process_time()
     if cell.wire_format == two_bits.NAME:
         two_bits.register()
     curve: list[float] = []
+    syncs: list[list[float | None]] = []
     if cell.groups:
-        model, losses = _simulated(cell, curve)
+        model, losses = _simulated(cell, curve, syncs)
     else:
         model = _model(cell)
         losses = _steps(cell, model, _inner(cell, model), rank=0, curve=curve)
@@ -55,15 +58,18 @@ def train(cell: Cell) -> dict[str, Any]:
         "accuracy": round(accuracy, 5),
         "loss": [round(value, 4) for value in losses],
         **({"held_out": [round(value, 5) for value in curve]} if cell.curve else {}),
+        **({"syncs": syncs} if cell.groups else {}),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }
 
 
-def _simulated(cell: Cell, curve: list[float]) -> tuple[nn.Module | None, list[float]]:
+def _simulated(
+    cell: Cell, curve: list[float], syncs: list[list[float | None]]
+) -> tuple[nn.Module | None, list[float]]:
     try:
         results = simulate(
-            lambda sim: _group(cell, sim, curve),
+            lambda sim: _group(cell, sim, curve, syncs),
             num_replicas=cell.groups + cell.away,
             faults=_comings_and_goings(cell),
             timeout_s=None,
@@ -77,7 +83,9 @@ def _simulated(cell: Cell, curve: list[float]) -> tuple[nn.Module | None, list[f
     return results[0][:2]
 
 
-def _group(cell: Cell, sim: Any, curve: list[float]) -> tuple[nn.Module, list[float], str]:
+def _group(
+    cell: Cell, sim: Any, curve: list[float], syncs: list[list[float | None]]
+) -> tuple[nn.Module, list[float], str]:
     model = _model(cell)
     inner = _inner(cell, model)
     if cell.periods:
@@ -114,11 +122,24 @@ def _group(cell: Cell, sim: Any, curve: list[float]) -> tuple[nn.Module, list[fl
         rank, own = sim.replica_id, [] if sim.replica_id else curve
         losses = _steps(cell, model, inner, rank=rank, after_step=average, curve=own)
         diloco.final_sync()
+        if not sim.replica_id:
+            syncs += map(_measured, diloco.pop_finished_syncs()[:SYNCS])
         return model, losses, diloco.global_digest()
 
 
-def _schedule(cell: Cell) -> list[dict[str, int]]:
-    """Short rounds at the start, if the cell has such.
+def _measured(report: SyncReport) -> list[float | None]:
+    """The mean's cosine with the momentum, the groups' with each other, and three norms.
+
+    The first is the mean's over the groups', then that of this group's pseudo-gradient and of the
+    momentum.
+    """
+    own = (report.momentum_cosine, report.group_cosine, report.mean_norm_ratio)
+    norms = (report.pseudo_gradient_norm, report.outer_momentum_norm)
+    return [value if value is None else float(f"{value:.3g}") for value in (*own, *norms)]
+
+
+def _schedule(cell: Cell) -> list[dict[str, Any]]:
+    """Short rounds at the start, and other outer numbers, if the cell has such.
 
     Raises:
         ValueError: The cell needs what the package has no more.
@@ -131,7 +152,10 @@ def _schedule(cell: Cell) -> list[dict[str, int]]:
     rounds = cell.rounds
     if cell.early:
         rounds = ((EARLY_STEPS // cell.early + 1, cell.sync_every), *rounds)
-    return [{"outer_step": step, "sync_every": steps} for step, steps in rounds]
+    rows: dict[int, dict[str, Any]] = {step: {"sync_every": steps} for step, steps in rounds}
+    for step, lr, momentum in cell.outer:
+        rows.setdefault(step, {}).update(outer_lr=lr, outer_momentum=momentum)
+    return [{"outer_step": step, **rows[step]} for step in sorted(rows)]
 
 
 class _Clock:
@@ -182,14 +206,14 @@ def _steps(
 ) -> list[float]:
     step_time = cell.step_times[rank] if cell.step_times else 1.0
     steps = round(cell.steps / step_time)
-    groups, done = max(1, cell.groups), 0
+    groups, done = cell.alone_of or max(1, cell.groups), 0
     if rank >= groups:  # in the place of a group that died
         rank, done = rank - cell.away, _joined_at(cell)
     for group in inner.param_groups:
         group.setdefault("initial_lr", group["lr"])
     schedule = torch.optim.lr_scheduler.LambdaLR(
         inner,
-        lambda step: _decay(max(0, step - cell.lag), steps, cell.final_lr),
+        lambda step: _decay(cell, max(0, step - cell.lag), steps),
         last_epoch=done - 1,
     )
     batches = _batches(cell, rank, groups)
@@ -218,12 +242,12 @@ def _steps(
     return losses
 
 
-def _decay(step: int, steps: int, final: float) -> float:
+def _decay(cell: Cell, step: int, steps: int) -> float:
     """Composer's cosine with warm-up."""
-    if step < WARMUP:
-        return step / WARMUP
-    progress = (step - WARMUP) / (steps - WARMUP)
-    return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2
+    if step < cell.warmup:
+        return step / cell.warmup
+    progress = (step - cell.warmup) / (steps - cell.warmup)
+    return cell.final_lr + (1 - cell.final_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 def _batches(cell: Cell, rank: int, groups: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Composer's EMA and SWA beside DiLoCo. Run: pytest tests/callback/test_weight_averages.py
+"""Composer's EMA beside DiLoCo. Run: pytest tests/callback/test_weight_averages.py
 
 Real: Composer's Trainer, algorithms, savers and checkpoints in ``tmp_path``. The network is the
 simulation's.
@@ -10,9 +10,8 @@ import composer_jobs
 import pytest
 import torch
 from composer import Callback, Trainer
-from composer.algorithms import EMA, SWA
+from composer.algorithms import EMA
 from composer_jobs import Evaluated, data, read_checkpoint, saving, trainer_of
-from torch.optim.swa_utils import SWALR
 
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.group import replica_group
@@ -30,17 +29,11 @@ def copies(named):
 
 
 class Record(Callback):
-    """The weights that were trained, evaluated, global and averaged, by batch.
-
-    Attributes:
-        swapped_at: The batch after which SWA has put its average into the model.
-        average: What it has put there.
-    """
+    """The weights that were trained, evaluated, global and averaged, by batch."""
 
     def __init__(self, diloco=None):
         self._diloco = diloco
-        self.trained, self.evaluated, self.theta, self.ema, self.swa = {}, {}, {}, {}, {}
-        self.swapped_at = self.average = None
+        self.trained, self.evaluated, self.theta, self.ema = {}, {}, {}, {}
 
     def before_train_batch(self, state, logger):
         self.trained[state.timestamp.batch.value] = copies(state.model.named_parameters())
@@ -53,13 +46,7 @@ class Record(Callback):
         if self._diloco is not None:
             self.theta[now] = copies(self._diloco.diloco.global_parameters().items())
         for algorithm in state.algorithms:
-            if isinstance(algorithm, EMA):
-                self.ema[now] = copies(algorithm.ema_model.named_parameters())
-            elif algorithm.swa_model is not None:
-                self.swa[now] = copies(algorithm.swa_model.module.named_parameters())
-            if isinstance(algorithm, SWA) and algorithm.swa_completed and self.swapped_at is None:
-                self.swapped_at = now
-                self.average = copies(state.model.named_parameters())
+            self.ema[now] = copies(algorithm.ema_model.named_parameters())
 
 
 def fit_groups(num_replicas, algorithm, *others, batches=4, folder=None, interval="1ba", **more):
@@ -227,16 +214,7 @@ def test_a_checkpoint_with_ema_in_the_model_gives_weights_alone_as_composer_does
     assert not are_equal(loaded, ours["theta"])
 
 
-COMPOSER_CANNOT_SAVE_SWALR = pytest.mark.skipif(
-    hasattr(SWALR, "_set_anneal_func"),
-    reason="Composer's SWA(schedule_swa_lr=True) cannot save this torch's SWALR",
-)
-
-
-@pytest.mark.parametrize(
-    "schedule_swa_lr", [False, pytest.param(True, marks=COMPOSER_CANNOT_SAVE_SWALR)]
-)
-def test_a_joiner_takes_over_the_averages_of_its_donor(monkeypatch, schedule_swa_lr):
+def test_a_joiner_takes_over_the_average_of_its_donor(monkeypatch):
     arrived = []
     state_dict = WeightAverages.state_dict
 
@@ -246,22 +224,13 @@ def test_a_joiner_takes_over_the_averages_of_its_donor(monkeypatch, schedule_swa
         return arrived[-1]
 
     monkeypatch.setattr(WeightAverages, "state_dict", travel)
-
-    def averages(group):
-        own = {"swa_start": "0.1dur", "swa_end": "0.9dur", "update_interval": "1ba"}
-        return [ema(), SWA(**own, schedule_swa_lr=schedule_swa_lr)]
-
-    fits = fit_groups(2, averages, faults=JOINS_LATE, diloco={"num_replicas": 1})
+    fits = fit_groups(2, ema, faults=JOINS_LATE, diloco={"num_replicas": 1})
     one, other = map(record_of, fits)
     assert min(other.ema) > 4 and max(other.ema) == 12
-    for seen, its in ((one.ema, other.ema), (one.swa, other.swa)):
-        assert its and all(are_equal(seen[at], average) for at, average in its.items())
+    assert all(are_equal(one.ema[at], average) for at, average in other.ema.items())
     assert are_equal(fits[0].weights, fits[1].weights)
-    [(name, sent), (its_name, swa)] = arrived[0]
-    assert (name, its_name) == ("EMA", "SWA")
     at = min(other.ema) - 2  # the donor has yet to make the update of the batch in which it is
-    assert are_equal(sent["ema_model"]["named_parameters_dict"], one.ema[at])
-    assert swa["swa_started"] and swa["step_counter"] == at - 1  # of 12 batches it leaves out one
+    assert are_equal(arrived[0]["ema_model"]["named_parameters_dict"], one.ema[at])
 
 
 JOINS_LATE = [Fault("late", replica_id=1, step=3)]
@@ -281,7 +250,7 @@ def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
             2, lambda group: None if group == 0 else ema(), faults=JOINS_LATE,
             diloco={"num_replicas": 1},
         )  # fmt: skip
-    warning = "This joiner keeps its own averages, ['EMA']: the donor has none"
+    warning = "This joiner keeps its own EMA: the donor has none"
     assert any(warning in message for message in caplog.messages)
 
 
@@ -305,56 +274,6 @@ def test_a_group_that_stands_by_sends_the_local_weights_and_not_ema_s(tmp_path, 
         assert are_equal(with_ema.theta[at], weights), at
     assert difference(without.theta[4], without.theta[5]) > 1e-4  # it did sync there
     assert are_equal(with_ema.ema[5], ema_by_hand(with_ema.theta, 0.5**0.5)[5])
-
-
-# ---- SWA -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("outer", [{}, PLAIN], ids=["default", "plain"])
-@pytest.mark.parametrize("sync_every", [3, 5])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_swa_to_the_end_leaves_the_average_of_global_weights(num_replicas, sync_every, outer):
-    def swa(group):
-        return SWA(swa_start="0.3dur", swa_end="1dur", update_interval="1ba")
-
-    fits = fit_groups(num_replicas, swa, diloco={"sync_every": sync_every, **outer})
-    for fit in fits:
-        record, left = record_of(fit), fit.weights
-        assert record.swapped_at == 12
-        theta = [record.theta[at] for at in range(4, 13)]  # 0.3 of 12 batches is 3.6
-        mean = {name: torch.stack([each[name] for each in theta]).mean(0) for name in left}
-        assert difference(left, mean) < 1e-6
-        assert difference(left, record.average) < 1e-6
-        assert are_equal(left, fits[0].weights)
-        assert are_equal(record.average, record_of(fits[0]).average)
-        assert fit.digest == fits[0].digest
-
-
-@pytest.mark.parametrize("diloco", [{"sync_every": 5}, STREAMING], ids=["vanilla", "streaming"])
-def test_training_goes_on_from_swa_s_average_also_after_a_resume(tmp_path, diloco):
-    def swa(group):
-        return SWA(swa_start="0.25dur", swa_end="0.5dur", update_interval="1ba")
-
-    fits = fit_groups(2, swa, folder=tmp_path, diloco=diloco, **evaluating(1))
-    for group, fit in enumerate(fits):
-        record = record_of(fit)
-        assert record.swapped_at == 6
-        assert are_equal(record.average, record_of(fits[0]).average)
-        assert are_equal(record.trained[6], record.average)
-        # Until all of it is global, what is saved and evaluated is the model as it is.
-        assert are_equal(record.evaluated[6], record.average)
-        model, ours = part_of(tmp_path / f"{group}/ba6.pt")
-        assert are_equal(model, record.average)
-        assert are_equal(ours["theta"], record.theta[6])
-        # From the average on to the next sync is not far; the global weights were elsewhere.
-        assert are_equal(part_of(tmp_path / f"{group}/ba12.pt")[0], record.theta[12])
-        assert fit.digest == fits[0].digest
-    for stop in (4, 6, 7):
-        path = tmp_path / "{group}" / f"ba{stop}.pt"
-        again = fit_groups(2, swa, diloco=diloco, load_path=path, **evaluating(1))
-        for whole, rest in zip(fits, again, strict=True):
-            check_seen(rest, whole, "trained", "theta", "evaluated")
-            assert whole.digest == rest.digest
 
 
 # ---- what is left behind ---------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Composer's algorithms, as rows of docs/composer.md."""
 
 from composer import algorithms as composer_algorithms
-from composer_parts.fits import WITH_NOTE, WORKS, Part
+from composer_parts.fits import REJECTED, WITH_NOTE, WORKS, Part
 from composer_parts.models import LENGTH, binary_data, picture_data, text, text_data, untied_text
 
 
@@ -17,7 +17,6 @@ def algorithm(name, *args, status=WORKS, trainer=None, kwargs=None, **part):
 
 
 FOR_TEXT = {"model": text, "data": text_data, "needs": ["transformers"]}
-AVERAGES = {"status": WITH_NOTE, "averages": True, "changes": False}
 NEEDS_AMP = {
     "needs_gpu": True,
     "trainer": {"precision": "amp_bf16"},
@@ -52,7 +51,7 @@ ALGORITHMS = dict(
         algorithm("ProgressiveResizing"),
         algorithm("RandAugment", data=picture_data),
         algorithm("SAM", status=WITH_NOTE, resumes=False),
-        algorithm("SWA", "0.2dur", "1dur", "1ba", **AVERAGES),
+        algorithm("SWA", status=REJECTED, error="SWA puts its average into the model"),
         algorithm("SelectiveBackprop", 0.1, 0.9, 0.5),
         algorithm(
             "SeqLengthWarmup", 0.5, 8, LENGTH, 4, status=WITH_NOTE, resumes=False, **FOR_TEXT

@@ -1,7 +1,7 @@
 """Each algorithm, callback and setting of Composer under DiLoCo, as docs/composer.md lists them.
 
 Run: pytest tests/composer_parts/test_parts.py. Real: Composer's Trainer and its parts, on the CPU.
-Replica groups are threads over the simulation's shared buffer. More about EMA and SWA is in
+Replica groups are threads over the simulation's shared buffer. More about EMA is in
 tests/callback/test_weight_averages.py, about LayerFreezing in tests/callback/test_freezing.py.
 """
 
@@ -74,7 +74,7 @@ def test_two_groups_end_equal(name):
 
 
 @pytest.mark.parametrize("name", NOT_RUN)
-def test_what_is_not_tried_is_refused_by_composer_on_a_cpu(name):
+def test_what_is_not_tried_is_refused_on_a_cpu(name):
     if name == "MLPerfCallback" and importlib.util.find_spec("mlperf_logging") is not None:
         pytest.skip("it is installed")
     if "CUDA" in PARTS[name].error:
@@ -82,7 +82,7 @@ def test_what_is_not_tried_is_refused_by_composer_on_a_cpu(name):
             check_identity(PARTS[name])
     else:
         with pytest.raises((ValueError, NotImplementedError, ImportError), match=PARTS[name].error):
-            fit(PARTS[name])
+            fit_alone(PARTS[name])
 
 
 # ---- the notes on the page --------------------------------------------------------------------

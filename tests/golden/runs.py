@@ -146,15 +146,6 @@ def be_sick(group: Group, step: int) -> None:
         group.model.get_parameter("blocks.1.weight").data[0, 0] = float("inf")
 
 
-def take_average(group: Group, step: int) -> None:
-    """Replace the local parameters near the end, as Composer's SWA does."""
-    if step == STEPS - 1:
-        with torch.no_grad():
-            for parameter in group.model.parameters():
-                parameter.mul_(0.75)
-        group.diloco.make_local_global()
-
-
 def fall_idle(group: Group, step: int) -> None:
     """Group 1 has nothing to train on for one sync."""
     if (group.id, step) == (1, 9):
@@ -220,7 +211,6 @@ RUNS: dict[str, Callable[[], tuple[str, int]]] = {
         2, model=partial(Scripted, frozen=["blocks.0.weight", "blocks.2.bias"])
     ),
     "frozen during the run": simulated(2, before_step=freeze),
-    "average at the end": simulated(2, before_step=take_average),
     "not finite": simulated(3, before_step=be_sick),
     "idle": simulated(2, before_step=fall_idle),
     **{f"fault: {kind}": simulated(3, Fault(kind, 1, 2)) for kind in FAULTS.split()},

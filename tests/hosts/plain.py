@@ -54,6 +54,7 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
                 if step == job.steps and not job.is_late:
                     diloco.expect_last_step()
                 group.inner.step()
+                diloco.forget_counted()  # a gradient scaler may not have called it
                 group.reports += diloco.pop_finished_syncs()
                 job.after_step(sim.replica_id, step, model)
                 if job.evaluate_every and step % job.evaluate_every == 0:

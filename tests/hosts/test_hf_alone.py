@@ -35,6 +35,12 @@ from hosts.host import own_batches  # noqa: E402
     ("where", "changed", "message"),
     [
         ("args", {"auto_find_batch_size": True}, "auto_find_batch_size.*: set the batch size"),
+        (
+            "args",
+            {"optim": "galore_adamw_layerwise"},
+            "optim='galore_adamw_layerwise', which steps",
+        ),
+        ("args", {"optim": "adalomo"}, "optim='adalomo', which steps inside of backward: use one"),
         ("args", {"_n_gpu": 2}, "nn.DataParallel over 2 GPUs: start the job with torchrun"),
         ("trainer", {"is_deepspeed_enabled": True}, "DeepSpeed: use DDP or FSDP2"),
         (

@@ -326,6 +326,34 @@ def test_only_groups_on_the_same_samples_are_warned_of(host):
     assert not any(each.warns_of_samples for each in host.train(Job()))
 
 
+class StepsInBackward(torch.optim.SGD):
+    """Trains in hooks of the backward pass, as LOMO does, and has a step that does nothing."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.05)
+        self.step = self.do_nothing
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(self.move)
+
+    def do_nothing(self, closure=None):
+        if closure is not None:
+            closure()
+
+    @torch.no_grad()
+    def move(self, parameter):
+        parameter.add_(parameter.grad, alpha=-0.05)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_optimizer_that_steps_in_backward_is_an_error_after_the_first_step(host, accumulate):
+    # A host that goes on to a second step fails there, and that is no error here.
+    job = Job(optimizer=StepsInBackward, accumulate=accumulate, fails_at={0: 2, 1: 2})
+    error = r"the weights change, and the StepsInBackward .* does not step \(inner step 0\)"
+    with pytest.raises(Exception, match=error):
+        host.train(job)
+
+
 def test_an_argument_out_of_range_is_an_error_of_one_line_before_any_peer_waits(host):
     settings = {"sync_every": 5, "num_fragments": 2}
     with pytest.raises(Exception, match="sync_every=5 is not divisible by num_fragments=2: use 4"):

@@ -41,25 +41,32 @@ def end(group):
     return group.diloco.global_digest(), local, group.diloco.inner_steps
 
 
-def run_whole(settings, k=2):
+def learn(group, first, last, announces):
+    """Train, and announce the run's last inner step before it, as the trainers' callbacks do."""
+    for step in range(first, last):
+        if announces and step == STEPS - 1:
+            group.diloco.expect_last_step()
+        group.learn(step, step + 1)
+        yield step + 1
+
+
+def run_whole(settings, k=2, announces=False):
     """Train without a stop: how each group ends, and what it would have saved after each step."""
 
     def replica(group):
-        saved = {}
-        for step in range(STEPS):
-            group.learn(step, step + 1)
-            saved[step + 1] = group.save()
+        saved = {done: group.save() for done in learn(group, 0, STEPS, announces)}
         return end(group), saved
 
     return zip(*run(k, replica, num_replicas=k, **LEARNING | settings), strict=True)
 
 
-def resumed(sim, saved, at, settings, *, until=STEPS):
+def resumed(sim, saved, at, settings, *, until=STEPS, announces=False):
     """Go on, as a new process would, from what was saved after step ``at``."""
     settings = {"num_replicas": sim.num_replicas} | LEARNING | settings
     group = Group(sim, saved=saved[sim.replica_id][at], **settings)
     group.__enter__()
-    group.learn(at, until)
+    for _ in learn(group, at, until, announces):
+        pass
     return group
 
 
@@ -71,6 +78,8 @@ RESUMED = {
     "fragments": {"sync_every": 6, "num_fragments": 3},
     "nearly always in flight": {**STREAMING, "fragment_sync_delay": 3},
     "streaming in fp4": {**STREAMING, "wire_format": "fp4"},
+    "in flight at the end": {"sync_every": 10, "fragment_sync_delay": 3}
+    | {"fragment_update_alpha": 0.5},
 }
 for name, rows in SCHEDULES.items():
     scheduled = {"outer": None, "sync_every": 2, "schedule": rows}
@@ -78,11 +87,12 @@ for name, rows in SCHEDULES.items():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("announces", [False, True], ids=["", "its end is announced"])
 @pytest.mark.parametrize("settings", RESUMED.values(), ids=RESUMED)
-def test_stopped_after_any_step_and_resumed_is_bitwise_uninterrupted(settings):
-    ends, saved = run_whole(settings)
+def test_stopped_after_any_step_and_resumed_is_bitwise_uninterrupted(settings, announces):
+    ends, saved = run_whole(settings, announces=announces)
     for at in range(1, STEPS + 1):  # the last one is extended by nothing but the final sync
-        replica = partial(resumed, saved=saved, at=at, settings=settings)
+        replica = partial(resumed, saved=saved, at=at, settings=settings, announces=announces)
         assert simulate(lambda sim, go_on=replica: end(go_on(sim)), num_replicas=2) == [*ends]
 
 
@@ -222,23 +232,6 @@ def test_frozen_in_flight_stopped_there_and_resumed_is_bitwise_uninterrupted():
     saved = run(2, partial(train, steps=range(7)), **settings)
     own = [{"saved": each} for each in saved]
     assert run(2, partial(train, steps=range(7, 12)), own=own, **settings) == whole
-
-
-def test_an_average_that_is_to_be_global_is_remembered():
-    def begin(group):
-        group.step(*[1.0] * 4)
-        torch.nn.init.constant_(group.model.a, 5.0)
-        group.diloco.make_local_global()
-        return group.save()
-
-    def go_on(group):
-        assert group.diloco.replaces_global
-        group.step(1.0, 1.0)
-        return group.local, group.diloco.replaces_global
-
-    settings = {"model": partial(Constant, a=(2,)), "sync_every": 3}
-    (saved,) = run(1, begin, **settings)
-    assert run(1, go_on, saved=saved, **settings) == [([7.0], False)]
 
 
 def test_a_schedule_that_is_left_out_at_a_resume_leaves_nothing_behind(caplog):

@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, batch, plain_sgd
-from promises.groups import STREAMING, run
+from promises.groups import STREAMING, Group, run
 from torch import nn
 
+from composer_replication import simulate
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.global_state import digest_of
 from composer_replication.settings import DiLoCoSettings
@@ -131,6 +132,86 @@ def test_a_joiner_has_the_global_buffers(late):
     first, second = trained(2, Fault("late", replica_id=late, step=3), replica=replica)
     assert first == second
     assert first["count"] > 2**60 + 4
+
+
+class Observed(Constant):
+    """A model with the least value that it has seen, which begins at inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("least", torch.tensor([math.inf]))
+        self.register_buffer("low", torch.tensor([-math.inf, 0.0], dtype=torch.bfloat16))
+
+
+def observe(group, steps, seen=(2.0, 1.0)):
+    for _ in range(steps):
+        group.model.least.copy_(group.model.least.clamp(max=seen[group.id]))
+        group.step(-1.0)
+    return group.model.least.item()
+
+
+@pytest.mark.parametrize("wire_format", ["float32", "int8"])
+def test_a_buffer_that_begins_at_inf_is_the_first_group_s_and_then_the_mean(wire_format):
+    def replica(group):
+        after = [observe(group, 2)]
+        group.model.least.fill_((1.0, 3.0)[group.id])
+        after.append(observe(group, 2, seen=(9.0, 9.0)))
+        return after, group.model.low.tolist(), group.of_reports("steps_lost")
+
+    expected = ([2.0, 2.0], [-math.inf, 0.0], [0, 0])
+    assert trained(2, replica=replica, model=Observed, wire_format=wire_format) == [expected] * 2
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("settings", [{}, STREAMING], ids=["", "with a delay"])
+def test_what_is_not_finite_in_one_group_s_buffer_reaches_nobody_and_costs_no_step(odd, settings):
+    def replica(group, value):
+        for _ in range(4):
+            group.model.mean.fill_(value if group.id == 0 else 3.0)
+            group.step(-1.0)
+        group.end()
+        assert group.of_reports("steps_lost", "contribution")[:2] == [(0, 1.0)] * 2
+        return group.model.mean.item(), group.theta[0]
+
+    (mean, weight), other = trained(2, replica=partial(replica, value=odd), **settings)
+    assert (mean, weight) == other
+    assert 0.0 < mean < 3.0  # group 0 sends the global value: half of the way to 3 in each sync
+    assert weight == trained(2, replica=partial(replica, value=3.0), **settings)[0][1]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_a_buffer_is_treated_alike_whatever_it_is_when_a_group_resumes(at):
+    # In the checkpoint it is finite, in the groups that have trained on it began at inf.
+    def whole(group):
+        saved = {}
+        for done in range(1, 7):
+            observe(group, 1)
+            saved[done] = group.save()
+        return (group.theta, group.model.least.item()), saved
+
+    ends, saved = zip(*trained(2, replica=whole, model=Observed), strict=True)
+    lives = [0, 0]
+
+    def all_resume(sim):
+        return go_on(sim, saved[sim.replica_id][at], 6 - at)
+
+    def one_resumes(sim):
+        lives[sim.replica_id] += 1
+        again = lives[sim.replica_id] > 1
+        return go_on(sim, saved[1][at] if again else None, 8 if again else 12)
+
+    def go_on(sim, checkpoint, steps):
+        settings = {"outer": plain_sgd(), "sync_every": 2, "num_replicas": 2}
+        with Group(sim, model=Observed, saved=checkpoint, **settings) as group:
+            observe(group, steps)
+            if steps > 6:
+                group.end()
+            return group.theta, group.model.least.item()
+
+    assert simulate(all_resume, num_replicas=2) == [*ends]
+    fault = Fault("restart", replica_id=1, step=4)
+    first, second = simulate(one_resumes, num_replicas=2, faults=[fault])
+    assert first == second
 
 
 def test_buffers_of_modules_given_one_by_one_go_with_theirs():

@@ -93,7 +93,7 @@ LIES = {
     "damaged checksum": (damage_row, -1, 5),
     "contribution": (lie_in_row, "contribution", -1.0),
     "norm": (lie_in_row, "norm", math.nan),
-    "steps": (lie_in_row, "inner_steps", math.inf),
+    "steps": (lie_in_row, "pace", math.inf),
     "NaN": (lie_in_message, 0, math.nan),
     "infinity": (lie_in_message, 0, math.inf),
     "huge": (lie_in_message, 0, 1e30),
@@ -216,24 +216,30 @@ def test_steps_that_the_runs_last_sync_throws_away_are_told(announces):
 # ---- no false alarm ---------------------------------------------------------------------------
 
 
-def vitals(norm, steps=1, usual=math.nan, contribution=1.0):
-    return Vitals(contribution, norm, sent_norm=norm, inner_steps=steps, usual_pace=usual)
+def vitals(moved, steps=1, usual=math.nan, contribution=1.0, elements=1):
+    pace = moved / steps / math.sqrt(elements)
+    return Vitals(contribution, moved=moved, pace=pace, usual_pace=usual)
 
 
 @pytest.mark.parametrize(("groups", "found"), [
-    ([vitals(1), vitals(1.2), vitals(11)], []),
-    ([vitals(1), vitals(1.2), vitals(13)], [2]),
+    ([vitals(1), vitals(1.2), vitals(11, usual=1)], []),
+    ([vitals(1), vitals(1.2), vitals(13, usual=1)], [2]),
+    ([vitals(1), vitals(1.2), vitals(13, usual=2)], []),  # the others have fallen behind
+    ([vitals(1), vitals(1.2), vitals(119)], []),  # a warm-up from 0, and more steps
+    ([vitals(1), vitals(1.2), vitals(121)], [2]),
+    ([vitals(1), vitals(1), vitals(50, usual=1, elements=2500)], []),  # the others have frozen more
     ([vitals(1), vitals(1), vitals(1e30), vitals(1e30)], [2, 3]),
     ([vitals(0), vitals(0), vitals(1)], []),  # nothing to compare with
     ([vitals(1, 500), vitals(1, 500), vitals(0.5, 1)], []),  # few steps, and not far
     ([vitals(20, 500), vitals(1, 1), vitals(1, 1)], []),  # many steps
-    ([vitals(1), vitals(0, contribution=0), vitals(50)], []),  # two, in their first sync
+    ([vitals(1), vitals(0, contribution=0), vitals(50)], []),  # in their first sync
+    ([vitals(1), vitals(1000)], [1]),
     ([vitals(1), vitals(50, usual=1)], [1]),
     ([vitals(1), vitals(50, usual=20)], []),
     ([vitals(1, usual=1), vitals(1)], []),
     ([vitals(50)], []),
 ], ids=str)  # fmt: skip
-def test_a_group_is_compared_with_the_others_and_between_two_with_itself(groups, found):
+def test_a_group_is_compared_with_the_others_and_with_itself(groups, found):
     assert [*beyond_all_others(dict(enumerate(groups)))] == found
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
-from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.outer_health import UNSEEN, Vitals
 from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
@@ -59,7 +59,7 @@ class WeightedMean:
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
-        self.norm = self.sent_norm = 0.0
+        self.norm = self.sent_norm = self.moved = self.moved_each = 0.0
         self.contribution = 0.0
         self.is_left_out = self.is_gathered = False
         self.total = 0.0
@@ -74,11 +74,14 @@ class WeightedMean:
         contribution: float,
         *,
         asks_ranks: bool = True,
+        num_parameters: int | None = None,
     ) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
         ``norm`` is then the L2 norm of the values, not finite if one of them is not, and
-        ``sent_norm`` that of what is sent for them, without the weight.
+        ``sent_norm`` that of what is sent for them, without the weight. ``moved`` is ``sent_norm``
+        over parameters alone, and ``moved_each`` the root mean square over their elements, except
+        for those of parameters that have not moved.
 
         Args:
             write: Called with a 1-D part of a tensor of each source, and last with the 1-D fp32
@@ -88,12 +91,14 @@ class WeightedMean:
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
+            num_parameters: How many of the tensors, from the first on, are parameters; None if all
+                are. The others are buffers.
         """
         share = self.share
         flat = self._memory.take(share.padded)
         to_send = flat[share.start : share.stop]
         own = to_send[: sum(share.sizes)]
-        squares = [torch.zeros((), device=self.device)]
+        squares, sizes = [torch.zeros((), device=self.device)], [0.0]
         sent = squares if self._is_weighted else [squares[0]]
         start = 0
         for index, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
@@ -105,10 +110,13 @@ class WeightedMean:
                 self._prepare(start, values, contribution)
                 if sent is not squares:
                     sent.append(share.own_part(torch.dot(values, values), index))
+                is_parameter = num_parameters is None or index < num_parameters
+                sizes.append(share.own_part(float(values.numel()), index) if is_parameter else 0.0)
                 start += values.numel()
-        both = torch.stack([torch.stack(each).sum() for each in (squares, sent)])
-        norms = (share.sum(both) if asks_ranks else both).sqrt()
-        self.norm, self.sent_norm = norms.tolist()
+        sums = self._sums_of(squares, sent, sizes)
+        norms = (share.sum(sums) if asks_ranks else sums).sqrt()
+        self.norm, self.sent_norm, self.moved, elements = norms.tolist()
+        self.moved_each = self.moved / (elements or 1.0)
         self.is_left_out = self.is_gathered = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
@@ -118,6 +126,22 @@ class WeightedMean:
         to_send[start:] = 0.0
         weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
         self.messages, self._sums = [*to_send.split(self.share.bucket), weight], flat
+
+    def _sums_of(
+        self, squares: Sequence[Tensor], sent: Sequence[Tensor], sizes: Sequence[float]
+    ) -> Tensor:
+        """Sum squares over all, over what is sent, and over parameters; and elements that moved.
+
+        Args:
+            squares: Of each part of a tensor.
+            sent: Of what is sent for it.
+            sizes: How many elements it has; 0 if it is a buffer.
+        """
+        whole, part = torch.stack([*squares]), torch.stack([*sent])
+        elements = torch.tensor(sizes, device=self.device)
+        of_parameters = torch.where(elements > 0, part, 0.0)
+        elements = torch.where(of_parameters > 0, elements, 0.0)
+        return torch.stack([each.sum() for each in (whole, part, of_parameters, elements)])
 
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         """Weight values that are at ``start`` of this rank's share."""
@@ -165,7 +189,7 @@ class WeightedMean:
         if not math.isclose(total, expected, rel_tol=1e-3):
             return f"the weights sum to {total:g}, and those of the groups to {expected:g}"
         sent = sum(group.contribution * group.sent_norm for group in vitals) / (expected or 1.0)
-        if not norm <= self.SLACK * sent:
+        if not norm <= self.SLACK * sent + UNSEEN:
             return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
         return ""
 
@@ -189,7 +213,8 @@ class WeightedMean:
         weights = torch.cat([*self._gather_message(manager, self.messages[-1])]).tolist()
         norms, limits = squares.sqrt().tolist(), [0.0] * len(weights)
         for rank, group in vitals.items():
-            limits[rank] = group.sent_norm * (group.contribution if self._is_weighted else 1.0)
+            weight = group.contribution if self._is_weighted else 1.0
+            limits[rank] = (group.sent_norm + UNSEEN) * weight
         said = {rank: group.contribution for rank, group in vitals.items()}
         sound = (norm <= self.SLACK * limit for norm, limit in zip(norms, limits, strict=True))
         return {n for n, fits in enumerate(sound) if not (fits and said.get(n) == weights[n])}

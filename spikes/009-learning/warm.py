@@ -1,0 +1,271 @@
+"""The study of the outer optimizer's warm-up: its jobs, its candidates, their order, and the gain.
+
+    python spikes/009-learning/study.py run --study warm --workers 1   # trains what is missing
+    python spikes/009-learning/warm.py                                 # what came out so far
+
+``warm.md`` has the question and the design.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from cells import Cell
+from defaults import GRID, JOBS, OUTSIDE, SAMPLES, SEEDS, Job, data_parallel, reference
+from lines import WARM, Lines, read, read_all
+
+HOURS = 25.0
+"""Of a processor, at most, until one of the candidates is chosen."""
+
+SHORT_ROUNDS, SHORT_BELOW = 60, 20
+"""As in the package's settings when this was written."""
+
+SHIPPED = (0.7, 0.5)
+STRAIGHT = 60
+"""The outer steps in which the numbers change from a plain average's to those that ship."""
+
+BASE, ALONE, AS_SHIPPED = "data parallel", "one group alone", "0.7 / 0.5"
+APART = 0.01
+"""One group alone has to lie this far above data parallel, else noise decides what the gain is."""
+
+OTHER_RATES = {f"{ALONE}, {factor:g} of the rate": factor for factor in GRID if factor != 1}
+
+
+class Row(NamedTuple):
+    """A training as somebody may begin it: a small byte GPT, AdamW, ``sync_every: 20``."""
+
+    groups: int
+    steps: int
+    lr: float
+
+    @property
+    def sync_every(self) -> int:
+        """Inner steps in a round."""
+        return 20
+
+    @property
+    def name(self) -> str:
+        """How the table names it."""
+        return f"small, k = {self.groups}, {self.steps:,} steps, lr {self.lr:g}"
+
+    @property
+    def base(self) -> Cell:
+        """Data parallel."""
+        return Cell(
+            model="small",
+            data="manual",
+            batch=SAMPLES * self.groups,
+            steps=self.steps,
+            lr=self.lr,
+            warmup=20,
+            final_lr=0.0,
+            beta2=0.999,
+            seed=SEEDS[0],
+        )
+
+
+ROWS = (
+    Row(2, 150, 2e-3),
+    Row(2, 300, 2e-3),
+    Row(2, 600, 3e-3),
+    Row(4, 300, 2e-3),
+    Row(2, 600, 1e-3),
+    Row(2, 600, 5e-4),
+    Row(2, 1200, 1.5e-3),
+)
+"""The first four were at or above one group alone as shipped, and the others were not."""
+
+_BY_COST = sorted(JOBS, key=lambda job: job.cost)
+CHEAP = sorted(_BY_COST[:8], key=lambda job: job.model == "cnn")
+"""The text first: the pictures' loss spreads by some percent from seed to seed."""
+
+OTHERS = sorted([*_BY_COST[8:-2], *OUTSIDE], key=lambda job: job.cost)
+DEAREST = _BY_COST[-2:]
+
+
+PICTURES = "cnn"
+"""A model whose loss differs by some percent on another processor: all of its arms are trained."""
+
+
+class Known(NamedTuple):
+    """The results of this study, and of the first two, which have most of the references."""
+
+    done: Lines
+    others: Lines = MappingProxyType({})
+
+    def line(self, cell: Cell) -> Mapping[str, Any] | None:
+        """The result of a training; None if it has to be trained."""
+        others = {} if cell.model == PICTURES else self.others
+        return self.done.get(cell.key, others.get(cell.key))
+
+
+def base_of(job: Job | Row, known: Known) -> Cell | None:
+    """Data parallel at the rate that all trainings of the job have; None if not yet known."""
+    return job.base if isinstance(job, Row) else reference(job, {**known.done, **known.others})
+
+
+def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
+    """What ships, and what could: the outer learning rate and momentum by outer step.
+
+    Args:
+        base: Data parallel.
+        groups: Number of replica groups.
+        sync_every: The one setting that is given.
+    """
+    lr, momentum = SHIPPED
+    own = replace(base, groups=groups, sync_every=sync_every, outer_lr=lr, outer_momentum=momentum)
+    if sync_every >= SHORT_BELOW:
+        own = replace(own, sync_every=sync_every // 5, rounds=((SHORT_ROUNDS + 1, sync_every),))
+    plain = replace(own, outer_lr=1.0, outer_momentum=0.0)
+    line = (
+        (step + 1, 1 + (lr - 1) * step / STRAIGHT, momentum * step / STRAIGHT)
+        for step in range(1, STRAIGHT + 1)
+    )
+    return {
+        AS_SHIPPED: own,
+        "plain in the first 20": replace(plain, outer=((21, *SHIPPED),)),
+        "plain in 20, 0.7 / 0.7 from 61": replace(plain, outer=((21, *SHIPPED), (61, 0.7, 0.7))),
+        "a straight line over 60": replace(
+            plain, outer=tuple((step, round(rate, 6), round(part, 6)) for step, rate, part in line)
+        ),
+        "plain in the first 10": replace(plain, outer=((11, *SHIPPED),)),
+        "plain in the first 40": replace(plain, outer=((41, *SHIPPED),)),
+        "plain in the first 60": replace(plain, outer=((61, *SHIPPED),)),
+    }
+
+
+def trainings(job: Job | Row, base: Cell) -> dict[str, Cell]:
+    """The references of a job, and its candidates."""
+    alone = replace(base, alone_of=job.groups)
+    return {BASE: base, ALONE: alone, **candidates(base, job.groups, job.sync_every)} | {
+        name: replace(alone, lr=alone.lr * factor) for name, factor in OTHER_RATES.items()
+    }
+
+
+NAMES = tuple(name for name in trainings(ROWS[0], ROWS[0].base) if name not in OTHER_RATES)
+CANDIDATES = NAMES[2:]
+
+
+# ---- the order of the trainings ----------------------------------------------------------------
+
+
+def wanted(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
+    """What is still to be trained, the most informative for its cost first.
+
+    Args:
+        done: The results of this study.
+        others: Those of the first two, which have most of the references.
+    """
+    if sum(line["cpu_seconds"] for line in done.values()) >= HOURS * 3600:
+        return
+    known = Known(done, others)
+    yield from dict.fromkeys(cell for cell in _in_order(known) if known.line(cell) is None)
+
+
+def _in_order(known: Known) -> Iterator[Cell]:
+    first, more = SEEDS[:1], SEEDS[1:]
+    yield from _of([*ROWS, *CHEAP], known, NAMES, first)
+    yield from _of([*OTHERS], known, [ALONE], first)
+    yield from _of([*ROWS], known, NAMES, more)
+    yield from _of([*OTHERS], known, NAMES, first)
+    yield from _of([*CHEAP, *OTHERS], known, [*OTHER_RATES], first)
+    yield from _of([*CHEAP], known, NAMES, more)
+    yield from _of([*OTHERS], known, NAMES, more)
+    yield from _of(DEAREST, known, NAMES, first)
+
+
+def _of(
+    jobs: Iterable[Job | Row], known: Known, names: Iterable[str], seeds: Iterable[int]
+) -> Iterator[Cell]:
+    for seed, job in product(seeds, jobs):
+        base = base_of(job, known)
+        if base is None:
+            assert isinstance(job, Job)  # that of a row is always known
+            yield from data_parallel(job)
+        else:
+            its = trainings(job, base)
+            yield from (its[name].with_seed(seed) for name in names)
+
+
+# ---- what came out -----------------------------------------------------------------------------
+
+
+def gain(alone: float, base: float, own: float) -> float | None:
+    """1 if a training is as good as data parallel, 0 if it is as good as one group alone.
+
+    Returns:
+        None if one group alone is no worse than data parallel by ``APART``, or has diverged: then
+        there is nothing to gain, or no scale for it.
+    """
+    if not APART <= alone / base - 1 < math.inf:
+        return None
+    return (alone - own) / (alone - base)
+
+
+def losses(job: Job | Row, known: Known) -> dict[str, dict[int, float]]:
+    """Held-out bits of each training that has been made, by seed; infinite if it diverged."""
+    base = base_of(job, known)
+    found = {}
+    for name, cell in (trainings(job, base) if base else {}).items():
+        lines = {seed: known.line(cell.with_seed(seed)) for seed in SEEDS}
+        bits = {seed: line["bits"] for seed, line in lines.items() if line is not None}
+        found[name] = {seed: b if math.isfinite(b) else math.inf for seed, b in bits.items()}
+    return found
+
+
+def means(job: Job | Row, known: Known) -> dict[str, float]:
+    """The losses of both references and all candidates, over the seeds that all of them have."""
+    bits = losses(job, known)
+    seeds = set.intersection(*(set(bits.get(name, ())) for name in NAMES))
+    return {name: statistics.fmean(bits[name][seed] for seed in seeds) for name in NAMES if seeds}
+
+
+def report(known: Known) -> str:
+    """The gain of each candidate in each job, and its worst quarter, as a table.
+
+    Where there is no gain, it has how far the candidate lies above one group alone, in percent.
+    """
+    rows = ["| job | data parallel | alone | other rates | " + " | ".join(CANDIDATES) + " |"]
+    rows += ["|---" * (len(CANDIDATES) + 4) + "|"]
+    found: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    for job in (*ROWS, *CHEAP, *OTHERS, *DEAREST):
+        mean, bits = means(job, known), losses(job, known)
+        if not mean:
+            continue
+        others = ", ".join(f"{bits[name][1]:.3f}" for name in OTHER_RATES if 1 in bits[name])
+        row = f"| {job.name} | {mean[BASE]:.3f} | {mean[ALONE]:.3f} | {others or '-'} |"
+        for name in CANDIDATES:
+            own = gain(mean[ALONE], mean[BASE], mean[name])
+            if own is None:
+                row += f" ({100 * (mean[name] / mean[ALONE] - 1):+.1f} %) |"
+            else:
+                row += f" {own:+.2f} |"
+                found[name].append(own)
+        rows.append(row)
+    count = len(found[AS_SHIPPED])
+    for which, summary in (("worst quarter", _worst_quarter), ("median", statistics.median)):
+        if count:
+            numbers = " | ".join(f"{summary(found[name]):+.2f}" for name in CANDIDATES)
+            rows.append(f"| {which} of {count} | | | | {numbers} |")
+    return "\n".join(rows)
+
+
+def _worst_quarter(values: list[float]) -> float:
+    return statistics.fmean(sorted(values)[: math.ceil(len(values) / 4)])
+
+
+def main() -> None:
+    done = read(WARM)
+    hours = sum(line["cpu_seconds"] for line in done.values()) / 3600
+    print(f"{len(done)} trainings in {hours:.1f} of {HOURS:g} processor hours\n")
+    print(report(Known(done, read_all())))
+
+
+if __name__ == "__main__":
+    main()

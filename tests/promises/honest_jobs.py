@@ -1,0 +1,438 @@
+"""Honest groups that train small models: jobs drawn from a seed, to see that nobody is left out.
+
+``python tests/promises/honest_jobs.py 100`` runs a hundred of them, and names those with an alarm.
+``python tests/promises/honest_jobs.py 100 --sick`` makes a group of each sick in one inner step.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+import re
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from composer_replication import DiLoCo, simulate
+from composer_replication.diloco import retry
+from composer_replication.diloco.retry import SyncError
+from composer_replication.simulation import Fault, SimulatedReplica
+
+ALARMS = ("leaves out", "was left out", "not finite", "not sound")
+
+# ---- the parts that a job is drawn from ----------------------------------------------------------
+
+
+class Tokens(nn.Module):
+    """A model of tokens, of which each group has some that the others seldom have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.head = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 4)
+    )
+
+
+def _deep() -> nn.Module:
+    """A model with a small last layer."""
+    layers = nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 2)
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(2, 4))
+
+
+def _norm_mlp() -> nn.Module:
+    layers = nn.BatchNorm1d(16), nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
+    return nn.Sequential(*layers)
+
+
+def _conv() -> nn.Module:
+    features = nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+    return nn.Sequential(nn.Unflatten(1, (1, 4, 4)), *features, nn.Linear(6, 4))
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "mlp": _mlp,
+    "deep": _deep,
+    "batch norm": _norm_mlp,
+    "convolution": _conv,
+    "tokens": Tokens,
+}
+
+
+def _warm(until: float, then: Callable[[float], float]) -> Callable[[float], float]:
+    return lambda t: t / until if t < until else then((t - until) / (1 - until))
+
+
+def _cosine(t: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, t)))
+
+
+def _linear(t: float) -> float:
+    return max(0.0, 1 - t)
+
+
+SCHEDULES: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda t: 1.0,
+    "cosine to 0": _cosine,
+    "linear to 0": _linear,
+    "warm-up from 0, cosine": _warm(0.2, _cosine),
+    "warm-up from 0, constant": _warm(0.3, lambda t: 1.0),
+    "warm-up from 0, linear": _warm(0.1, _linear),
+    "steps of a tenth": lambda t: 0.1 ** int(3 * t),
+    "cosine with restarts": lambda t: _cosine(3 * t % 1.0),
+}
+"""The learning rate's factor by the part of its steps that a group has taken."""
+
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "AdamW": partial(torch.optim.AdamW, lr=3e-3),
+    "SGD with momentum": partial(torch.optim.SGD, lr=0.02, momentum=0.9),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of several groups.
+
+    Attributes:
+        seed: What it was drawn from.
+        steps: Inner steps of each group.
+        every: Inner steps in a round of each group.
+        model: A key of ``MODELS``.
+        optimizer: A key of ``OPTIMIZERS``.
+        schedule: A key of ``SCHEDULES``: the learning rate by each group's own step.
+        settings: Further arguments of ``DiLoCo``.
+        thaws_at: Until which part of its steps a group trains the last layer only.
+        faults: Restarts, from a checkpoint of this run, and late groups.
+        own_schedule: Whether a late group begins the schedule at its start; else where others are.
+        resumes_at: The part of the steps at which all groups stop and resume; 0: they do not.
+        loudness: How large each group's inputs are.
+    """
+
+    seed: int
+    steps: int
+    every: Sequence[int]
+    model: str = "mlp"
+    optimizer: str = "AdamW"
+    schedule: str = "constant"
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    thaws_at: float = 0.0
+    faults: Sequence[Fault] = ()
+    own_schedule: bool = False
+    resumes_at: float = 0.0
+    loudness: Sequence[float] = ()
+
+    @classmethod
+    def draw(cls, seed: int) -> Job:
+        """Draw a job from a seed."""
+        chance = random.Random(seed)
+        k = chance.choice((2, 3, 4, 8))
+        high = chance.choice((6, 10, 20))
+        some = chance.choice(("equal", "one slow", "one fast", "spread"))
+        slow = max(1, high // chance.choice((2, 4, 10)))
+        every = {
+            "equal": [high] * k,
+            "one slow": [high] * (k - 1) + [slow],
+            "one fast": [slow] * (k - 1) + [high],
+            "spread": [chance.randint(max(1, high // 10), high) for _ in range(k)],
+        }[some]
+        settings: dict[str, Any] = {"weight_by": chance.choice(("steps", "samples"))}
+        if some == "equal":
+            settings["weight_by"] = chance.choice(("uniform", "steps"))
+        settings["wire_format"] = chance.choice(("float32", "float32", "bfloat16", "int8", "fp4"))
+        if chance.random() < 0.3 and min(every) >= 4:
+            every = [each - each % 2 for each in every]
+            settings |= {"num_fragments": 2, "fragment_sync_delay": chance.choice((0, 1))}
+        model, rounds = chance.choice([*MODELS]), chance.choice((20, 40))
+        faults, step = [], chance.randint(3, 20)
+        if (happens := chance.random()) < 0.25:
+            faults = [Fault("restart", chance.randrange(k), step)]
+        elif happens < 0.5:
+            faults = [Fault("late", k - 1, step)]
+        return cls(
+            seed,
+            steps=rounds * max(every),
+            every=every,
+            model=model,
+            optimizer=chance.choice([*OPTIMIZERS]),
+            schedule=chance.choice([*SCHEDULES]),
+            settings=settings,
+            thaws_at=chance.choice((0.0, 0.0, 0.3)),
+            faults=faults,
+            own_schedule=chance.random() < 0.3,
+            resumes_at=chance.choice((0.0, 0.0, 0.5, 0.9)),
+            loudness=[10 ** chance.uniform(-0.5, 1) for _ in range(k)],
+        )
+
+
+@dataclass
+class Sickness:
+    """What befalls a group of a job in one inner step.
+
+    Attributes:
+        kind: A key of ``KINDS``.
+        group: The group's number.
+        step: Its inner step.
+        outer_step: The run's outer steps when it happened; -1 if it has not.
+    """
+
+    kind: str
+    group: int
+    step: int
+    outer_step: int = -1
+
+    def strike(self, number: int, step: int, diloco: DiLoCo, model: nn.Module) -> None:
+        """Strike the group, once, after an inner step and before its sync."""
+        if (number, step) == (self.group, self.step) and self.outer_step < 0:
+            self.outer_step = diloco.outer_step
+            theta = diloco.global_parameters()
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    p.copy_(KINDS[self.kind](theta[name], p))
+
+    def was_named(self, outcome: Outcome, num_fragments: int) -> bool:
+        """Whether the group was named and left out within two syncs of a fragment."""
+        for text in outcome.messages:
+            if f"leaves out replica group {self.group}," in text or "is not finite at" in text:
+                after = int(re.findall(r"outer step (\d+)", text)[0]) - self.outer_step
+                if 0 <= after <= 2 * num_fragments:
+                    return True
+        return False
+
+
+def _one(values: Tensor, value: float) -> Tensor:
+    changed = values.clone()
+    changed.view(-1)[0] = value
+    return changed
+
+
+def _flip(values: Tensor) -> Tensor:
+    """The highest bit of an exponent flips: numbers below 2 become huge."""
+    bits = values.clone().view(torch.int32)
+    bits.view(-1)[-1] ^= 1 << 30
+    return bits.view(torch.float32)
+
+
+KINDS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "NaN": lambda theta, local: _one(local, math.nan),
+    "1e30": lambda theta, local: _one(local, 1e30),
+    "a flipped bit": lambda theta, local: _flip(local),
+    "1000 times": lambda theta, local: theta + 1000 * (local - theta),
+    "-1000 times": lambda theta, local: theta - 1000 * (local - theta),
+    "-2 times": lambda theta, local: theta - 2 * (local - theta),
+}
+"""What becomes of the local parameters, given the global and the local ones."""
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+class Trained:
+    """What a group trains: all of it is in its checkpoint.
+
+    Args:
+        job: The job.
+        number: The group's number, from 0.
+    """
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.job, self.number = job, number
+        generator = torch.Generator().manual_seed(job.seed)
+        self.model = MODELS[job.model]()
+        with torch.no_grad():  # not from torch's generator, which all threads share
+            for p in self.model.parameters():
+                if p.dim() > 1:
+                    p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+                elif "Norm" not in str(self.model):
+                    p.zero_()
+        self.truth = torch.randn(16, 4, generator=generator) / 4
+        self.inner = OPTIMIZERS[job.optimizer](self.model.parameters())
+        factor = SCHEDULES[job.schedule]
+        self.schedule = LambdaLR(self.inner, lambda step: factor(min(1.0, step / job.steps)))
+        self._parts = self.model, self.inner, self.schedule
+        self.data = torch.Generator().manual_seed(1000 * job.seed + number)
+        self.now = 0
+        self.thaw(0)
+
+    def thaw(self, step: int) -> None:
+        """Freeze all but the last layer until its step has come."""
+        is_frozen = step < self.job.thaws_at * self.job.steps
+        *rest, weight, bias = self.model.parameters()
+        for parameter in rest:
+            parameter.requires_grad_(not is_frozen)
+
+    def step(self, step: int) -> None:
+        """Take an inner step."""
+        self.now = step
+        self.thaw(step)
+        loudness = self.job.loudness[self.number] if self.job.loudness else 1.0
+        noise = torch.randn(16, 16, generator=self.data)
+        self.inner.zero_grad()
+        if self.job.model == "tokens":
+            chance = torch.rand(64, generator=torch.Generator().manual_seed(self.number)) ** 4
+            x = torch.multinomial(chance, 32, replacement=True, generator=self.data)
+            loss = nn.functional.cross_entropy(self.model(x), (7 * x + 3) % 64)
+        else:
+            y = torch.tanh(noise @ self.truth)
+            has_norm = "Norm" in str(self.model)  # it is blind to how loud its inputs are
+            loss = nn.functional.mse_loss(self.model(noise * loudness if has_norm else noise), y)
+        loss.backward()
+        self.inner.step()
+        self.schedule.step()
+
+    def save(self, step: int, diloco: DiLoCo) -> dict[str, Any]:
+        """A checkpoint."""
+        states = [each.state_dict() for each in self._parts]
+        data = self.data.get_state()
+        return copy.deepcopy({"step": step, "states": states, "data": data}) | {
+            "diloco": diloco.state_dict()
+        }
+
+    def load(self, saved: Mapping[str, Any], diloco: DiLoCo) -> int:
+        """Load what ``save`` returned, and return the step."""
+        for each, state in zip(self._parts, saved["states"], strict=True):
+            each.load_state_dict(copy.deepcopy(state))
+        self.data.set_state(saved["data"])
+        diloco.load_state_dict(copy.deepcopy(saved["diloco"]))
+        return saved["step"]
+
+
+def train(
+    job: Job, sim: SimulatedReplica, saved: dict[int, Any], stop: int, sickness: Sickness | None
+) -> str:
+    """Train a group from its checkpoint to a step. Returns how it has ended."""
+    group = Trained(job, sim.replica_id)
+    named = [name for name, _ in group.model.named_parameters()] if job.thaws_at else []
+    diloco = DiLoCo(
+        sim.manager,
+        group.model,
+        group.inner,
+        sync_every=job.every[sim.replica_id],
+        schedule=[],
+        also_synced=named,
+        **job.settings,
+    )
+    is_late = any(f.kind == "late" and f.replica_id == sim.replica_id for f in job.faults)
+    first = group.load(saved[sim.replica_id], diloco) if sim.replica_id in saved else 0
+    if sickness is not None:  # before DiLoCo's own hook
+        strike = partial(sickness.strike, sim.replica_id)
+        group.inner.register_step_post_hook(lambda *_: strike(group.now, diloco, group.model))
+    try:
+        with diloco:
+            if not first and is_late and not job.own_schedule and saved:
+                first = min(state["step"] for state in saved.values())
+                for _ in range(first):
+                    group.schedule.step()
+            for step in range(first, stop):
+                diloco.count_samples(16)
+                group.step(step)
+                if (step + 1) % (3 * job.every[sim.replica_id] + 1) == 0:
+                    saved[sim.replica_id] = group.save(step + 1, diloco)
+            if stop < job.steps:
+                saved[sim.replica_id] = group.save(stop, diloco)
+            else:
+                diloco.final_sync()
+    except SyncError as error:
+        return f"left at its step {diloco.inner_steps}: {error}"
+    return "ended"
+
+
+@dataclass
+class Outcome:
+    """What has become of a job.
+
+    Attributes:
+        messages: What was logged.
+        left: Groups that have left, with their errors.
+    """
+
+    messages: list[str]
+    left: list[str]
+
+    @property
+    def alarms(self) -> list[str]:
+        """Messages of groups that are left out."""
+        return [text for text in self.messages if any(each in text for each in ALARMS)]
+
+
+def run(job: Job, sickness: Sickness | None = None) -> Outcome:
+    """Run a job.
+
+    Args:
+        job: The job.
+        sickness: What befalls one of its groups.
+    """
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    log, keep = logging.getLogger("composer_replication"), Keep()
+    log.addHandler(keep)
+    saved: dict[int, Any] = {}
+    stops = [int(job.resumes_at * job.steps), job.steps] if job.resumes_at else [job.steps]
+    ends: list[str] = []
+    try:
+        for number, stop in enumerate(stops):
+            faults = job.faults if not number else ()
+            replica = partial(train, job, saved=saved, stop=stop, sickness=sickness)
+            ends += simulate(replica, num_replicas=len(job.every), faults=faults, timeout_s=120.0)
+    finally:
+        log.removeHandler(keep)
+    return Outcome(messages, [end for end in ends if end not in (None, "ended")])
+
+
+def sicken(job: Job, kind: str) -> Sickness:
+    """Draw which group of a job is sick, and when: from its third round on, while all train."""
+    chance = random.Random(job.seed)
+    group = chance.randrange(len(job.every))
+    rounds = job.steps // max(job.every) - 2
+    return Sickness(kind, group, job.every[group] * chance.randrange(3, rounds))
+
+
+def main(count: int, first: int = 0, *, sick: bool = False) -> None:
+    """Run jobs of so many seeds, and print those with an alarm, or those without one if sick."""
+    torch.set_num_threads(1)
+    retry.FIRST_PAUSE_S = retry.LONGEST_PAUSE_S = 0.001
+    warnings.filterwarnings("ignore")
+    logging.getLogger("composer_replication").propagate = False
+    found = 0
+    for seed in range(first, first + count):
+        job = Job.draw(seed)
+        if sick:  # a group that is alone has nobody to be compared with
+            job = replace(job, faults=())
+        sickness = sicken(job, [*KINDS][seed % len(KINDS)]) if sick else None
+        outcome = run(job, sickness)
+        alarms = outcome.alarms + outcome.left
+        if sickness is not None:
+            is_named = sickness.was_named(outcome, job.settings.get("num_fragments", 1))
+            print(f"{seed}: {'' if is_named else 'NOT '}named: {sickness}", flush=True)
+            found += is_named
+        else:
+            print(f"{seed}: {len(alarms)} alarms", flush=True)
+            found += bool(alarms)
+        if alarms and not sick:
+            print(f"   {job}\n   {alarms[0]}\n   {outcome.left}", flush=True)
+    print(f"{found} of {count} {'sick groups were named' if sick else 'honest jobs had an alarm'}")
+
+
+if __name__ == "__main__":
+    numbers = [int(each) for each in sys.argv[1:] if each.isdigit()] or [100]
+    main(*numbers, sick="--sick" in sys.argv)
