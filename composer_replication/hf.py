@@ -96,6 +96,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
         trainer = self._job.trainer = train.f_locals["self"]
         self._is_terminated = False
+        self._job.watch_losses()  # before a join, which is a sync
         with rejections(self._group.options):
             check_parallelism(trainer)
             self._group.ask_coordinator()
@@ -108,7 +109,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
-        self._job.watch_losses()
         for each in self._job.trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
