@@ -34,7 +34,7 @@ SAVES = Path(__file__).parent / "saves"
 EVERY = 10
 """Steps between two saves."""
 STEPS = {"composer": 80, "hf": 60, "plain": 200}
-LIMIT_S = 280.0
+LIMIT_S = 600.0
 
 _OF_HF = f"*/checkpoint-{2 * EVERY}"
 _OF_COMPOSER = f"*/ep0-ba{2 * EVERY}-rank0.pt"
@@ -171,6 +171,7 @@ def _train_plain(host: str, folder: Path, environ: Mapping[str, str], both: bool
     def start(group: int) -> None:
         own = {"REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": "2"}
         own["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
+        own["WAITS"] = json.dumps(asdict(Moment("open", _OF_PLAIN, skip=3)))
         with (folder / f"said_{group}.txt").open("a") as said:
             groups[group] = subprocess.Popen(
                 [sys.executable, *script],

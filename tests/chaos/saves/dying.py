@@ -16,7 +16,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,11 +42,16 @@ class Moment:
     skip: int = 0
 
 
-class Death:
-    """Watches the operations of this process, and kills it in its moment."""
+class Watch:
+    """Watches the operations of this process, and calls a function in a moment.
 
-    def __init__(self, moment: Moment, mark: Path) -> None:
-        self._moment, self._mark, self._left = moment, mark, moment.skip
+    Args:
+        moment: The moment.
+        act: The function, which gets the path.
+    """
+
+    def __init__(self, moment: Moment, act: Callable[[str], None]) -> None:
+        self._moment, self._act, self._left = moment, act, moment.skip
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in EVENTS:
@@ -63,13 +68,8 @@ class Death:
         if operation != moment.operation or not fnmatch.fnmatch(os.path.abspath(path), moment.path):
             return
         self._left -= 1
-        if self._left < 0:
-            if moment.left is not None:
-                size = os.path.getsize(path)
-                os.truncate(path, min(size - 1, round(size * moment.left)))
-            with self._mark.open("a") as mark:
-                mark.write(f"{moment}\n")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self._left == -1:
+            self._act(path)
 
     def tells(self, function: Callable[..., Any], at: int) -> Callable[..., Any]:
         """The function, which writes the file that is its argument number ``at``."""
@@ -89,13 +89,25 @@ class Death:
 
 def prepare() -> None:
     """Die in the moment of this process, if there is one."""
-    group = os.environ.get("REPLICA_GROUP_ID", "")
-    moments = [Moment(**each) for each in json.loads(os.environ.get("DIES", "{}")).get(group, ())]
-    mark = _mark_of(group)
-    num_died = len(mark.read_text().splitlines()) if mark.exists() else 0
-    if num_died >= len(moments):
+    group, deaths = os.environ["REPLICA_GROUP_ID"], json.loads(os.environ.get("DIES", "{}"))
+    if group not in deaths and "WAITS" in os.environ:
+        waits = Watch(Moment(**json.loads(os.environ["WAITS"])), lambda _: wait_for_names(deaths))
+        sys.addaudithook(waits.audit)
+    moments = [Moment(**each) for each in deaths.get(group, ())]
+    if (num_died := num_died_of(group)) >= len(moments):
+        (_mark_of(group).parent / f"back_{group}").touch()
         return
-    death = Death(moments[num_died], mark)
+    moment = moments[num_died]
+
+    def die(path: str) -> None:
+        if moment.left is not None:
+            size = os.path.getsize(path)
+            os.truncate(path, min(size - 1, round(size * moment.left)))
+        with _mark_of(group).open("a") as mark:
+            mark.write(f"{moment}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    death = Watch(moment, die)
     import torch
 
     torch.save = death.tells(torch.save, 1)
@@ -115,11 +127,34 @@ def wait_for_the_dead(run_dir: str, limit_s: float = 200.0) -> None:
     for group in deaths if os.environ["REPLICA_GROUP_ID"] not in deaths else ():
         mark, status = _mark_of(group), Path(run_dir, f"replica_{group}", "status.json")
         while time.monotonic() < until:
-            num_died = len(mark.read_text().splitlines()) if mark.exists() else 0
-            if num_died == len(deaths[group]) and status.stat().st_mtime > mark.stat().st_mtime:
+            is_over = num_died_of(group) == len(deaths[group])
+            if is_over and status.stat().st_mtime > mark.stat().st_mtime:
                 if json.loads(status.read_text())["phase"] in ("joining", "training"):
                     break
             time.sleep(0.05)
+
+
+def wait_for_names(deaths: Mapping[str, Any], limit_s: float = 200.0) -> None:
+    """The same without a run's folder: wait until the lighthouse hears of a new process of each."""
+    from composer_replication.replica.lighthouse import read_status
+
+    seen: set[str] = set()
+    until = time.monotonic() + limit_s
+    for group in deaths:
+        while time.monotonic() < until:
+            is_back = (_mark_of(group).parent / f"back_{group}").exists()
+            alive = read_status(os.environ["TORCHFT_LIGHTHOUSE"]).alive
+            names = {name for name in alive if name.startswith(f"{group}:")}
+            if is_back and names - seen:
+                break
+            seen |= names if not is_back else set()
+            time.sleep(0.02)
+
+
+def num_died_of(group: str) -> int:
+    """How many processes of a group have died in their moments."""
+    mark = _mark_of(group)
+    return len(mark.read_text().splitlines()) if mark.exists() else 0
 
 
 def _mark_of(group: str) -> Path:
