@@ -20,8 +20,10 @@ class Vitals(NamedTuple):
         contribution: Its weight in the mean; 0 if it contributes nothing.
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
-        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual.
-        moved: ``sent_norm`` over parameters alone, since honest groups may have unlike buffers.
+        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual, in its wire
+            format.
+        moved: ``norm`` over parameters alone. Buffers may be unlike in honest groups, and make the
+            residual of parameters beside them large.
         inner_steps: Inner steps that the pseudo-gradient covers.
         pace: How far one inner step has moved an element: the root mean square over the parameters
             that have moved at all, so that it does not matter how many are frozen.

@@ -256,11 +256,12 @@ class Trained:
         generator = torch.Generator().manual_seed(job.seed)
         self.model = MODELS[job.model]()
         with torch.no_grad():  # not from torch's generator, which all threads share
-            for p in self.model.parameters():
-                if p.dim() > 1:
-                    p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
-                elif "Norm" not in str(self.model):
-                    p.zero_()
+            for module in self.model.modules():
+                for name, p in module.named_parameters(recurse=False):
+                    if p.dim() > 1:
+                        p.copy_(torch.randn(p.shape, generator=generator) / p.shape[-1] ** 0.5)
+                    elif name == "bias":
+                        p.zero_()
         self.truth = torch.randn(16, 4, generator=generator) / 4
         self.inner = OPTIMIZERS[job.optimizer](self.model.parameters())
         factor = SCHEDULES[job.schedule]

@@ -79,9 +79,9 @@ class WeightedMean:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
         ``norm`` is then the L2 norm of the values, not finite if one of them is not, and
-        ``sent_norm`` that of what is sent for them, without the weight. ``moved`` is ``sent_norm``
-        over parameters alone, and ``moved_each`` the root mean square over their elements, except
-        for those of parameters that have not moved.
+        ``sent_norm`` that of what is sent for them, without the weight. ``moved`` is ``norm`` over
+        parameters alone, and ``moved_each`` the root mean square over their elements, except for
+        those of parameters that have not moved.
 
         Args:
             write: Called with a 1-D part of a tensor of each source, and last with the 1-D fp32
@@ -130,18 +130,17 @@ class WeightedMean:
     def _sums_of(
         self, squares: Sequence[Tensor], sent: Sequence[Tensor], sizes: Sequence[float]
     ) -> Tensor:
-        """Sum squares over all, over what is sent, and over parameters; and elements that moved.
+        """Sum the squares over all, sent, and of parameters; and the elements that have moved.
 
         Args:
             squares: Of each part of a tensor.
             sent: Of what is sent for it.
             sizes: How many elements it has; 0 if it is a buffer.
         """
-        whole, part = torch.stack([*squares]), torch.stack([*sent])
-        elements = torch.tensor(sizes, device=self.device)
-        of_parameters = torch.where(elements > 0, part, 0.0)
-        elements = torch.where(of_parameters > 0, elements, 0.0)
-        return torch.stack([each.sum() for each in (whole, part, of_parameters, elements)])
+        values, elements = torch.stack([*squares]), torch.tensor(sizes, device=self.device)
+        moved = torch.where(elements > 0, values, 0.0)
+        elements = torch.where(moved > 0, elements, 0.0)
+        return torch.stack([e.sum() for e in (values, torch.stack([*sent]), moved, elements)])
 
     def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
         """Weight values that are at ``start`` of this rank's share."""
