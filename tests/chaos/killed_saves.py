@@ -88,12 +88,11 @@ MOMENTS: Mapping[str, Mapping[str, Sequence[Moment]]] = {
         "before anything": [Moment("open", _OF_PLAIN, skip=1)],
         **{
             f"at {left:.0%}": [_written(_OF_PLAIN, left, skip=1)]
-            for left in (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+            for left in (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
         },
         "before it has its name": [Moment("os.rename", _OF_PLAIN, skip=1)],
         "in the first save": [_written(_OF_PLAIN, 0.5)],
         "in the third save": [_written(_OF_PLAIN, 0.5, skip=2)],
-        "and again": [_written(_OF_PLAIN, 0.5, skip=1), Moment("os.rename", _OF_PLAIN)],
     },
 }
 
@@ -171,7 +170,7 @@ def _train_plain(host: str, folder: Path, environ: Mapping[str, str], both: bool
     def start(group: int) -> None:
         own = {"REPLICA_GROUP_ID": str(group), "NUM_REPLICA_GROUPS": "2"}
         own["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
-        own["WAITS"] = json.dumps(asdict(Moment("open", _OF_PLAIN, skip=3)))
+        own["WAITS"] = json.dumps(asdict(Moment("open", _OF_PLAIN, skip=2)))
         with (folder / f"said_{group}.txt").open("a") as said:
             groups[group] = subprocess.Popen(
                 [sys.executable, *script],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -91,11 +92,12 @@ def prepare() -> None:
     """Die in the moment of this process, if there is one."""
     group, deaths = os.environ["REPLICA_GROUP_ID"], json.loads(os.environ.get("DIES", "{}"))
     if group not in deaths and "WAITS" in os.environ:
-        waits = Watch(Moment(**json.loads(os.environ["WAITS"])), lambda _: wait_for_names(deaths))
+        waits = Watch(
+            Moment(**json.loads(os.environ["WAITS"])), lambda _: wait_for_requests(deaths)
+        )
         sys.addaudithook(waits.audit)
     moments = [Moment(**each) for each in deaths.get(group, ())]
     if (num_died := num_died_of(group)) >= len(moments):
-        (_mark_of(group).parent / f"back_{group}").touch()
         return
     moment = moments[num_died]
 
@@ -134,20 +136,17 @@ def wait_for_the_dead(run_dir: str, limit_s: float = 200.0) -> None:
             time.sleep(0.05)
 
 
-def wait_for_names(deaths: Mapping[str, Any], limit_s: float = 200.0) -> None:
-    """The same without a run's folder: wait until the lighthouse hears of a new process of each."""
+def wait_for_requests(deaths: Mapping[str, Any], limit_s: float = 200.0) -> None:
+    """The same without a run's folder: wait until the lighthouse has a request for a quorum."""
     from composer_replication.replica.lighthouse import read_status
 
-    seen: set[str] = set()
     until = time.monotonic() + limit_s
     for group in deaths:
         while time.monotonic() < until:
-            is_back = (_mark_of(group).parent / f"back_{group}").exists()
-            alive = read_status(os.environ["TORCHFT_LIGHTHOUSE"]).alive
-            names = {name for name in alive if name.startswith(f"{group}:")}
-            if is_back and names - seen:
+            situation = read_status(os.environ["TORCHFT_LIGHTHOUSE"]).situation
+            asks = re.search(r"\b[1-9]\d* participants,", situation)  # and this group does not
+            if num_died_of(group) == len(deaths[group]) and asks:
                 break
-            seen |= names if not is_back else set()
             time.sleep(0.02)
 
 
