@@ -33,7 +33,7 @@ FRAGMENT = torchft.local_sgd._StreamingDiLoCoFragment
 PRIVATE_NAMES = {
     "torchft.local_sgd.DiLoCo": "_manager _fragments _fragment_sync_delay _local_optimizer "
     "_local_step _sync_every _register_state_dict_fn _current_fragment _step_pre_hook "
-    "_step_post_hook",
+    "_step_post_hook _hooks",
     "torchft.process_group.ProcessGroupGloo": "_pg _rendezvous_store _create_pg _timeout",
     "torchft.manager.Manager": "_use_async_quorum _min_replica_size _pg _checkpoint_transport "
     "_client _commit_failures _connect_timeout _executor _group_rank _group_world_size _init_sync "
@@ -77,7 +77,7 @@ def test_every_private_name_we_use_is_still_there(path):
 def test_the_list_of_private_names_is_complete():
     # What our subclasses override or read with one underscore, and torchft has too, is on the list.
     for path, ours in {
-        "torchft.local_sgd.DiLoCo": "diloco/algorithm.py",
+        "torchft.local_sgd.DiLoCo": "diloco/algorithm.py group/plain_loop.py",
         "torchft.process_group.ProcessGroupGloo": "replica/process_group.py",
         "torchft.manager.Manager": "replica/manager.py replica/interruptible_manager.py",
     }.items():
