@@ -16,7 +16,9 @@ from promises.honest_jobs import KINDS, Job, Sickness, run
 from torch import nn
 
 from composer_replication import simulate
+from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.outer_health import UsualPace, learning_rate
+from composer_replication.diloco.shards import Shards
 from composer_replication.group.checkpoint import CheckpointLayout
 from composer_replication.simulation import Fault
 
@@ -131,6 +133,16 @@ def test_a_counting_buffer_hides_no_group_that_moves_too_far(caplog):
 
     run_groups(3, replica, model=model, sync_every=1)
     assert "leaves out replica group 2" in caplog.text
+
+
+def test_neither_buffers_nor_the_residual_nor_frozen_layers_count_as_moved():
+    tensors = torch.full((4,), 2.0), torch.zeros(60), torch.full((9,), 100.0)
+    share = Shards(tensors)
+    mean = QuantizedMean(share, torch.device("cpu"), wire_format="fp4")
+    mean.residual += 50.0
+    mean.pack(lambda value, into: into.copy_(value), (share.own(tensors),), 1.0, num_parameters=2)
+    assert (mean.moved, mean.moved_each) == (4.0, 2.0)
+    assert mean.norm > 300 and mean.sent_norm > mean.norm
 
 
 def test_a_fragment_that_only_one_group_has_needed_so_far_raises_no_alarm(caplog):
