@@ -52,7 +52,8 @@ def composer():
     Trainer(
         model=ComposerClassifier(NET, num_classes=2),
         optimizers=OPTIMIZER,
-        train_dataloader=ReplicaDataLoader(Samples(), batch_size=BATCH),
+        # By the default of 512 samples a lease the first group may take all of the epoch.
+        train_dataloader=ReplicaDataLoader(Samples(), batch_size=BATCH, unit_size=BATCH),
         max_duration=f"{STEPS}ba",
         callbacks=[DiLoCoCallback()],
         device="cpu",
