@@ -69,9 +69,6 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
             FSDP2 each sends the shard that it holds, and they decide together whether the group's
             pseudo-gradient is finite. None: this rank alone, or with FSDP2 all ranks of the
             default process group.
-        message_device: Where pseudo-gradients are computed and summed. None: where the model is,
-            as NCCL needs it. Use ``cpu`` for a model on an accelerator and groups that average over
-            gloo: a sync then needs no memory on the accelerator.
         also_synced: Names of parameters that are frozen now and belong to the global state, since
             they were trained when the run began.
     """
@@ -80,7 +77,6 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
     _: KW_ONLY
     start_refusal: str | None = None
     ranks: ProcessGroup | None = None
-    message_device: torch.device | str | None = None
     also_synced: Collection[str] = ()
 
 
@@ -137,7 +133,8 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         are_held=are_held,
         host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
     )
-    backup_device = torch.device(arguments.backup_device or "cpu")
+    asked = arguments.backup_device
+    backup_device = None if asked is None else torch.device(asked)
     return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
 
 

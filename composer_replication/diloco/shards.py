@@ -112,7 +112,7 @@ class Shards:
                 f"a parameter is divided into {odd} shards, and ranks has {size} ranks: "
                 "pass the process group of all ranks of this replica group as ranks"
             )
-        self._copies = [size // count if are_held else 1 for count in counts]
+        self.copies = [size // count if are_held else 1 for count in counts]
         # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not be able
         # to reduce tensors there.
         sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
@@ -142,6 +142,10 @@ class Shards:
         flat = tensor.reshape(-1)
         return flat if self.num_shares == 1 else flat[self._parts[index]]
 
+    def part_start(self, index: int) -> int:
+        """Where this rank's part of one tensor begins in it."""
+        return self._parts[index].start
+
     def own_part(self, total: Sum, index: int) -> Sum:
         """This rank's part of a sum over elements, divided by the ranks that hold the same shard.
 
@@ -149,7 +153,7 @@ class Shards:
             total: The sum over what this rank has of a tensor, such as that of squares.
             index: The index of the tensor.
         """
-        copies = self._copies[index]
+        copies = self.copies[index]
         return total if copies == 1 else total / copies
 
     def sum(self, value: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from promises.groups import learn, run
 from torch import nn
 
 from composer_replication.diloco import shards
-from composer_replication.diloco.averaging.weighted_mean import CHUNK
+from composer_replication.diloco.flat_chunks import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import is_plain_sgd
 from composer_replication.diloco.shards import Shards

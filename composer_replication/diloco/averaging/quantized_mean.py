@@ -18,7 +18,7 @@ from composer_replication.diloco.averaging.quantized_buckets import QuantizedBuc
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART
-from composer_replication.diloco.shards import Shards
+from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import WIRE_FORMATS
 
@@ -58,16 +58,16 @@ class QuantizedMean(WeightedMean):
     a sync that is tried again sends the same bytes.
 
     Args:
-        share: See ``WeightedMean``.
+        layout: See ``WeightedMean``.
         device: Where the messages live.
         gathers: Whether every rank of the group gets the whole mean.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
     def __init__(
-        self, share: Shards, device: torch.device, gathers: bool = True, *, wire_format: str
+        self, layout: Layout, device: torch.device, gathers: bool = True, *, wire_format: str
     ) -> None:
-        super().__init__(share, device, gathers)
+        super().__init__(layout, device, gathers)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._message_memory = FlatMemory(self.device)
@@ -81,10 +81,10 @@ class QuantizedMean(WeightedMean):
     half of the norm each time."""
     _is_weighted = False
 
-    def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
+    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
         del contribution  # each part carries it
         # Error feedback: what rounding has taken from earlier messages is sent now.
-        values += self.residual[start : start + values.numel()]
+        values += self.residual[place]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()
@@ -179,8 +179,8 @@ class Exchange:
         self.buckets = buckets
         self._manager = manager
         self._keeps_error = contribution > 0
-        available = torch.accelerator.is_available()
-        self._stream = torch.accelerator.current_stream() if available else None
+        on_host = memory.device.type == "cpu"
+        self._stream = None if on_host else torch.accelerator.current_stream()
         self.square = math.nan
         """The squared norm of the mean that has arrived from several groups."""
         with torch.no_grad():
@@ -231,8 +231,10 @@ class Exchange:
         return True
 
 
-def make_mean(share: Shards, device: torch.device, gathers: bool, wire_format: str) -> WeightedMean:
+def make_mean(
+    layout: Layout, device: torch.device, gathers: bool, wire_format: str
+) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(share, device, gathers)
-    return QuantizedMean(share, device, gathers, wire_format=wire_format)
+        return WeightedMean(layout, device, gathers)
+    return QuantizedMean(layout, device, gathers, wire_format=wire_format)

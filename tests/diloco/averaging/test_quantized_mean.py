@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from common import Constant, TinyMLP
+from common import Constant, TinyMLP, written
 from promises.groups import run
 from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.wire_sizes import PART
+from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.shards import Shards
 from composer_replication.settings import WIRE_FORMATS
 from composer_replication.simulation.simulation import Fault
@@ -40,7 +41,7 @@ def exact_mean(groups, step):
 def attempt(manager, mean, values, weight):
     """One sync up to its vote, which is returned."""
     manager.start_quorum()
-    mean.pack(lambda value, into: into.copy_(value), (values,), weight)
+    mean.pack(written(mean.layout, values), weight)
     for work in mean.send(manager):
         work.wait()
     return manager.should_commit()
@@ -58,7 +59,9 @@ def average(sim, mean, step):
 def make_mean(wire_format, bucket=512):
     share = Shards(map(torch.empty, SIZES))
     share.bucket = bucket
-    return QuantizedMean(share, torch.device("cpu"), wire_format=wire_format)
+    return QuantizedMean(
+        Layout(share, [*map(torch.empty, SIZES)]), torch.device("cpu"), wire_format=wire_format
+    )
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)
