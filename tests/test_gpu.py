@@ -14,7 +14,7 @@ from promises.groups import STREAMING, Group, adamw, run, sgd, traces
 
 from composer_replication import simulate
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
-from composer_replication.replica.factory import backend_for, make_manager
+from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import Fault, SimulatedReplica
 from composer_replication.training.muon import orthogonalize
@@ -29,7 +29,6 @@ pytestmark = [
 
 LEARNING = {"model": lambda: TinyMLP().to(DEVICE), "inner": adamw, "digest_every": 1}
 IN_FLIGHT = {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5, "sync_every": 6}
-of_messages = pytest.mark.parametrize("message_device", ["cpu", DEVICE])
 of_backups = pytest.mark.parametrize("backup_device", ["cpu", DEVICE])
 of_formats = pytest.mark.parametrize("wire_format", ["float32", "int8"])
 
@@ -50,12 +49,9 @@ def take_steps(model, inner, steps):
         inner.step()
 
 
-@of_messages
 @of_backups
-def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(
-    backup_device, message_device
-):
-    settings = {"backup_device": backup_device, "message_device": message_device, **STREAMING}
+def test_streaming_with_a_delay_keeps_replicas_equal_on_a_side_stream(backup_device):
+    settings = {"backup_device": backup_device, **STREAMING}
     replica = partial(train, sync_every=6, num_fragments=3, **settings)
     one, other = simulate(replica, num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 12
@@ -79,7 +75,8 @@ def test_muon_is_that_of_the_cpu_but_for_its_bfloat16():
         assert (p - q.cpu()).norm() < 0.1 * (p - begin).norm()
 
 
-def test_messages_in_host_memory_take_none_of_the_device():
+@of_backups
+def test_a_sync_takes_a_message_and_little_more_of_the_device(backup_device):
     def replica(group):
         group.step(-1.0)  # what the inner optimizer takes is taken
         device_module.reset_peak_memory_stats()
@@ -88,18 +85,20 @@ def test_messages_in_host_memory_take_none_of_the_device():
         taken = device_module.max_memory_allocated() - before
         local = dict(group.model.named_parameters())
         for name, theta in group.diloco.global_parameters().items():
-            assert torch.equal(local[name].cpu(), theta)
+            assert torch.equal(local[name].cpu(), theta.cpu())
         return taken
 
     model = partial(torch.nn.Linear, 2000, 2000, device=DEVICE)
-    [taken] = run(1, replica, model=model, sync_every=1, message_device="cpu")
-    assert taken < 0.05 * 4 * 2000 * 2000
+    [taken] = run(1, replica, model=model, sync_every=1, backup_device=backup_device)
+    # At rest on the host the state comes in parts, of which this model is one.
+    parts = 4 if backup_device == DEVICE else 4 + 8
+    assert taken < 1.02 * parts * 2000 * 2000
 
 
-@of_messages
+@of_backups
 @pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
-def test_every_wire_format_keeps_replicas_equal(wire_format, message_device):
-    settings = {"sync_every": 4, "wire_format": wire_format, "message_device": message_device}
+def test_every_wire_format_keeps_replicas_equal(wire_format, backup_device):
+    settings = {"sync_every": 4, "wire_format": wire_format, "backup_device": backup_device}
     one, other = simulate(partial(train, **settings), num_replicas=2)
     assert one[0] == other[0] and len(set(one[0])) == 6
 
@@ -125,9 +124,8 @@ def test_a_model_on_the_device_follows_the_trace_of_the_cpu():
     assert seen[-1] == (4, 5)
 
 
-@of_messages
 @of_backups
-def test_the_outer_loops_cosines_are_those_of_the_cpu(backup_device, message_device):
+def test_the_outer_loops_cosines_are_those_of_the_cpu(backup_device):
     def metrics(device, **settings):
         def replica(group):
             group.learn(0, 4)
@@ -137,7 +135,7 @@ def test_the_outer_loops_cosines_are_those_of_the_cpu(backup_device, message_dev
         settings |= {"model": lambda: TinyMLP().to(device), "inner": partial(sgd, lr=0.1)}
         return run(2, replica, sync_every=1, **settings)
 
-    there = metrics(DEVICE, backup_device=backup_device, message_device=message_device)
+    there = metrics(DEVICE, backup_device=backup_device)
     one, other = metrics("cpu")
     assert there[0] == there[1] and one == other
     assert there[0][0] is None and there[0][1:] == pytest.approx(one[1:], abs=1e-5)
@@ -155,25 +153,25 @@ def test_a_group_that_restarts_takes_over_what_the_others_hold(backup_device):
     assert one[0] == back[0] and (one[1], back[1]) == (False, True)
 
 
-@of_messages
+@of_backups
 @of_formats
-def test_a_run_goes_on_with_a_sync_in_flight(message_device, wire_format):
+def test_a_run_goes_on_with_a_sync_in_flight(backup_device, wire_format):
     def replica(group, first, last):
         group.learn(first, last)
         return group.diloco.global_digest(), group.save()
 
     settings = LEARNING | {"fragment_sync_delay": 3, "fragment_update_alpha": 0.5, "sync_every": 8}
-    settings |= {"wire_format": wire_format, "message_device": message_device}
+    settings |= {"wire_format": wire_format, "backup_device": backup_device}
     [(whole, _)] = run(1, partial(replica, first=0, last=24), **settings)
     [(_, saved)] = run(1, partial(replica, first=0, last=14), **settings)
     [(resumed, _)] = run(1, partial(replica, first=14, last=24), saved=saved, **settings)
     assert resumed == whole
 
 
-@of_messages
+@of_backups
 @of_formats
-def test_a_group_that_trains_alone_has_the_bits_of_a_simulated_one(message_device, wire_format):
-    settings = IN_FLIGHT | {"wire_format": wire_format, "message_device": message_device}
+def test_a_group_that_trains_alone_has_the_bits_of_a_simulated_one(backup_device, wire_format):
+    settings = IN_FLIGHT | {"wire_format": wire_format, "backup_device": backup_device}
     [simulated] = simulate(partial(train, **settings), num_replicas=1)
     alone = train(SimulatedReplica(0, 1, make_manager(num_replicas=1)), **settings)
     assert alone[0] == simulated[0] and len(set(alone[0])) == 4
@@ -185,7 +183,7 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
     manager = make_manager(
         replica_id=0,
         lighthouse_addr=lighthouse.address(),
-        backend=backend_for(torch.device(DEVICE)),
+        backend="nccl",
     )
     try:
         sim = SimulatedReplica(0, 1, manager)
@@ -213,7 +211,7 @@ def over_nccl(replica_id, address, settings, found):
 @pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
 @pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
 def test_two_groups_over_nccl_have_the_bits_of_simulated_ones(wire_format):
-    settings = IN_FLIGHT | {"wire_format": wire_format, "message_device": DEVICE}
+    settings = IN_FLIGHT | {"wire_format": wire_format}
     lighthouse = start_lighthouse(min_replicas=2)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()

@@ -135,7 +135,15 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
     )
     asked = arguments.backup_device
     backup_device = None if asked is None else torch.device(asked)
-    return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
+    try:
+        return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
+    except torch.OutOfMemoryError as error:
+        count = sum(tensor.numel() for tensors in fragments for tensor in tensors.values())
+        raise ValueError(
+            "there is no memory for the global parameters and the outer momentum, 8 bytes for each "
+            f"of {count:,} elements ({8 * count / 2**30:.1f} GiB): use backup_device='cpu', with "
+            "which they rest in host memory, or shard the model with FSDP2"
+        ) from error
 
 
 LARGEST_DESCRIPTION = 1 << 17
@@ -160,6 +168,8 @@ def tell_settings(
         # With unequal values one group would train alone while another waits for more. Checkpoints
         # hold the fingerprint, and a resume may change this value.
         "min_replica_size": manager._min_replica_size,
+        # Kinds of devices may round an outer step differently.
+        "outer_step_on": min(tensor.device.type for each in synced for tensor in each.values()),
         "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
         "peer_table_row": ROW,  # it differs in another version of this package
     }

@@ -18,7 +18,7 @@ from composer_replication.diloco.averaging.quantized_buckets import QuantizedBuc
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART
-from composer_replication.diloco.flat_chunks import Layout
+from composer_replication.diloco.flat_chunks import Layout, Squares
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import WIRE_FORMATS
 
@@ -103,8 +103,7 @@ class QuantizedMean(WeightedMean):
 
     def _arrived(self) -> tuple[float, float]:
         assert self._exchange is not None, "it has been sent"
-        totals = {bucket.total for bucket in self._exchange.buckets}
-        return totals.pop() if len(totals) == 1 else math.nan, math.sqrt(self._exchange.square)
+        return self._exchange.total, self._exchange.norm
 
     @torch.no_grad()
     def finish(self) -> float:
@@ -114,7 +113,7 @@ class QuantizedMean(WeightedMean):
             return super().finish()
         assert self._exchange is not None, "it has been sent"
         exchange, start = self._exchange, 0
-        self.total, self.divisor = exchange.buckets[0].total, 1.0
+        self.total, self.divisor = exchange.total, 1.0
         residual = self.residual if self.contribution else None
         for bucket in exchange.buckets if self.total else ():
             stop = start + bucket.values.numel()
@@ -181,8 +180,10 @@ class Exchange:
         self._keeps_error = contribution > 0
         on_host = memory.device.type == "cpu"
         self._stream = None if on_host else torch.accelerator.current_stream()
-        self.square = math.nan
-        """The squared norm of the mean that has arrived from several groups."""
+        self.total = 0.0
+        """The sum of all contributions; not a number if not all buckets have the same ones."""
+        self.norm = math.nan
+        """A norm of which the mean is no longer, without this group's own part."""
         with torch.no_grad():
             parts = memory.split([bucket.memory_bytes for bucket in buckets])
             works = [
@@ -198,22 +199,39 @@ class Exchange:
 
     def _run(self, works: list[Any]) -> None:
         second: list[Any] = []
+        weights: list[float] = []
         with self._reporting():
             for bucket in self.buckets:
                 works.pop(0).wait()
                 if self._manager.errored():
                     break
-                second.append(bucket.start_second(self._manager, self._keeps_error))
+                # All buckets have the same: one wait for an accelerator.
+                weights = weights or torch.cat(bucket.received_weights()).tolist()
+                second.append(bucket.start_second(self._manager, weights, self._keeps_error))
         # A gloo connection stays open while one of its Works exists. If this group has given up,
         # its peers would wait for its messages until their timeout.
         works.clear()
         with self._reporting():
             for work in filter(None, second):
                 work.wait()
-            if self._manager.num_participants() > 1 and not self._manager.errored():
-                squares = [bucket.mean_square() for bucket in self.buckets]
-                self.square = float(torch.stack(squares).sum())
+            if not self._manager.errored():
+                self._measure(weights)
         second.clear()
+
+    def _measure(self, weights: Sequence[float]) -> None:
+        received = torch.cat(
+            [each for bucket in self.buckets for each in bucket.received_weights()]
+        )
+        is_equal = received.tolist() == len(self.buckets) * weights
+        self.total = sum(weights) if is_equal else math.nan
+        squares = Squares(len(weights))
+        for bucket in self.buckets:
+            bucket.add_squares(squares)
+        norms = squares.by_tensor().sqrt()
+        if self.buckets[0].has_means:
+            self.norm = float(norms.norm())
+        else:
+            self.norm = float(norms @ torch.tensor(weights).double()) / (self.total or 1.0)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

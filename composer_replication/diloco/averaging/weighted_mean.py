@@ -94,8 +94,9 @@ class WeightedMean:
         if not self.contribution:
             # Not multiplied by 0: 0 * nan is nan, and would reach all groups.
             own.zero_()
-        # Padding: what an earlier sync has left there would be summed.
-        to_send[layout.num_elements :] = 0.0
+        if layout.num_elements < to_send.numel():
+            # Padding: what an earlier sync has left there would be summed.
+            to_send[layout.num_elements :] = 0.0
         weight = torch.full((1,), self.contribution, device=self.device)
         self.messages, self._sums = [*to_send.split(share.bucket), weight], flat
         self._squares = self._by_tensor = None
