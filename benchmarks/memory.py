@@ -39,7 +39,7 @@ def measure(kind: str, params: int, device: str, out: Any) -> None:
     inner = Still(model.parameters())
     before = _read("status", "VmRSS")
     if kind == "ours":
-        diloco: Any = DiLoCo(manager, model, inner, sync_every=1, message_device="cpu")
+        diloco: Any = DiLoCo(manager, model, inner, sync_every=1)
     else:
         from torchft.local_sgd import DiLoCo as StockDiLoCo
 

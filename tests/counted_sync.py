@@ -1,8 +1,9 @@
 """What a sync does on an accelerator, counted: operations, copies, waits, and fresh memory.
 
 ``python tests/counted_sync.py '{"tensors": 147}'`` with the stand-in device (``LIBRARY``) prints it
-as JSON, of one of two simulated groups. Their network is not counted. Sizes are a tenth of those
-that ship, and so is the model, of 100 M parameters: the counts are the same.
+as JSON, of one of two simulated groups. Their network is not counted, nor are the two waits for a
+stream in a sync. Sizes are a tenth of those that ship, and so is the model, of 100 M parameters:
+the counts are the same.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "benchmarks")]
-
 import stand_in_device
 import torch
-from still import Still, build_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import flat_chunks, shards
 from composer_replication.diloco.averaging import quantized_buckets, quantized_mean
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "benchmarks")]
+from still import Still, build_model  # noqa: E402
 
 SCALE = 10
 PARAMETERS = 100_000_000 // SCALE
@@ -140,21 +141,27 @@ def quiet(call: Any) -> Any:
 
 def count(
     tensors: int = 147,
+    groups: int = 2,
     dtype: str = "float32",
     backup_device: str | None = None,
     fragment_sync_delay: int = 0,
     fragment_update_alpha: float = 0.0,
     wire_format: str = "float32",
 ) -> dict[str, dict[str, int]]:
-    """Count the third sync of the first of two groups.
+    """Count the third sync of the first group.
 
     Returns:
-        What ``prepare_sync``, ``perform_sync`` and ``finish_sync`` do, and a step without a sync;
-        bytes are of one parameter.
+        What ``prepare_sync``, ``perform_sync`` and ``finish_sync`` do, the thread that exchanges
+        quantized messages, and a step without a sync. Bytes are those of one parameter; ``peak`` is
+        what a sync takes of the device, with one group.
     """
-    counts = Counts(small=8 * tensors)
+    counts, of_exchange = Counts(8 * tensors), Counts(8 * tensors)
     found: dict[str, collections.Counter[str]] = {}
-    run = quantized_mean.Exchange._run
+    run, device, held = (
+        quantized_mean.Exchange._run,
+        torch.get_device_module(stand_in_device.NAME),
+        list[int](),
+    )
 
     def replica(sim: Any) -> None:
         model = build_model(PARAMETERS, tensors, stand_in_device.NAME, dtype)
@@ -171,7 +178,7 @@ def count(
             fragment_sync_delay=fragment_sync_delay,
             fragment_update_alpha=fragment_update_alpha,
             wire_format=wire_format,
-            num_replicas=2,
+            num_replicas=groups,
             schedule=[],
             same_samples=True,
         )
@@ -202,10 +209,14 @@ def count(
     def counted(name: str, call: Any) -> Any:
         def counting(*args: Any) -> Any:
             before = counts.found.copy()
+            if name == "prepare_sync" or not held:
+                device.reset_peak_memory_stats()
+                held.append(device.memory_allocated())
             with counts:
                 result = call(*args)
             after = counts.found.copy()
             after.subtract(before)
+            after["peak bytes"] = device.max_memory_allocated() - held[0] if groups == 1 else 0
             found[name] = collections.Counter({k: n for k, n in after.items() if n})
             return result
 
@@ -214,11 +225,13 @@ def count(
     def run_counted(exchange: Any, works: Any) -> None:
         if exchange._manager.participating_rank():
             return run(exchange, works)
-        with counts:
+        of_exchange.found.clear()
+        with of_exchange:
             run(exchange, works)
 
     quantized_mean.Exchange._run = run_counted  # pyright: ignore[reportAttributeAccessIssue]
-    simulate(replica, num_replicas=2)
+    simulate(replica, num_replicas=groups)
+    found["exchange"] = of_exchange.found
     return {
         name: {
             key: number / PARAMETERS if "bytes" in key or key == "host passes" else number

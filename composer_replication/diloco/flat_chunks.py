@@ -184,6 +184,7 @@ class Layout:
         tensors: Sequence[Tensor],
         alpha: float = 0.0,
         unmixed: Collection[int] = (),
+        scratch: Tensor | None = None,
     ) -> None:
         """Set ``tensors = alpha * tensors + (1 - alpha) * values`` in a chunk.
 
@@ -193,10 +194,11 @@ class Layout:
             tensors: The model's tensors.
             alpha: With 0 the values are copied, since 0 * nan is nan.
             unmixed: The tensors that get the values whatever ``alpha`` is, by index.
+            scratch: Memory like ``values`` that may be overwritten.
         """
         views, parts = _pairs(chunk, tensors, values)
         if alpha:
-            mixed = torch.empty_like(values)
+            mixed = torch.empty_like(values) if scratch is None else scratch
             torch.lerp(values, self.read(chunk, tensors, mixed), alpha, out=mixed)
             of_mixed, _ = _pairs(chunk, tensors, mixed)
             triples = zip(chunk.pieces.parts, views, of_mixed, strict=True)

@@ -167,7 +167,7 @@ class GlobalParameters:
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
-                self.layout.write(chunk, theta, local, alpha, unmixed)
+                self.layout.write(chunk, theta, local, alpha, unmixed, scratch=total)
         self._await_rest()
         copies = torch.tensor([chunk.copies for chunk in self.layout.chunks])
         self._momentum_norm = math.sqrt((momentum_squares.by_tensor() / copies).sum())
