@@ -5,9 +5,13 @@ Where there is none, ``test_stand_in_device.py`` runs all but NCCL on what stand
 
 import multiprocessing
 import os
+import signal
+import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
+import stand_in_device  # noqa: F401 - in a process of its own, where it stands in
 import torch
 from common import Constant, TinyMLP, batch, mse, muon_by_shape, plain_sgd
 from promises.groups import STREAMING, Group, adamw, run, sgd, traces
@@ -197,36 +201,91 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
         assert (mine - theirs).abs().max() < 1e-6
 
 
-def over_nccl(replica_id, address, settings, found):
+def of_two(replica_id, address, backend, settings, found):
     """One of two groups that share a GPU; NCCL takes each for a host of its own, as it has to."""
     os.environ |= {"NCCL_HOSTID": f"group-{replica_id}", "NCCL_SOCKET_IFNAME": "lo"}
     manager = make_manager(
-        replica_id=replica_id, lighthouse_addr=address, min_replica_size=2, backend="nccl"
+        replica_id=replica_id, lighthouse_addr=address, min_replica_size=2, backend=backend
     )
-    with torch.cuda.device(0):
-        found.put((replica_id, train(SimulatedReplica(replica_id, 2, manager), **settings)[0]))
+    found.put((replica_id, train(SimulatedReplica(replica_id, 2, manager), **settings)[0]))
     manager.shutdown()
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
-@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
-def test_two_groups_over_nccl_have_the_bits_of_simulated_ones(wire_format):
-    settings = IN_FLIGHT | {"wire_format": wire_format}
+@contextmanager
+def two_processes(target, *arguments):
+    """Two groups as processes, each called with its rank, the lighthouse's address, these arguments
+    and the queue; and that queue."""
     lighthouse = start_lighthouse(min_replicas=2)
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     groups = [
-        context.Process(target=over_nccl, args=(i, lighthouse.address(), settings, queue))
+        context.Process(target=target, args=(i, lighthouse.address(), *arguments, queue))
         for i in range(2)
     ]
     for group in groups:
         group.start()
     try:
-        found = dict(queue.get(timeout=60) for _ in groups)
+        yield groups, queue
     finally:
         for group in groups:
             group.join(5)
             group.kill()
         lighthouse.shutdown()
+
+
+BACKENDS = [
+    "gloo",
+    pytest.param(
+        "nccl", marks=pytest.mark.skipif(DEVICE != "cuda", reason="NCCL is for CUDA devices")
+    ),
+]
+
+
+@of_backups
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
+def test_two_groups_have_the_bits_of_simulated_ones(wire_format, backend, backup_device):
+    settings = IN_FLIGHT | {"wire_format": wire_format, "backup_device": backup_device}
+    with two_processes(of_two, backend, settings) as (_, queue):
+        found = dict(queue.get(timeout=60) for _ in range(2))
     simulated = [digests for digests, *_ in simulate(partial(train, **settings), num_replicas=2)]
     assert [found[0], found[1]] == simulated and len(set(simulated[0])) == 4
+
+
+def that_hangs(replica_id, address, found):
+    """Two groups, of which the second one stops in its first sync, before it sends anything."""
+    manager = make_manager(replica_id=replica_id, lighthouse_addr=address, min_replica_size=2)
+
+    def stop(manager):
+        found.put("hangs")
+        time.sleep(1.0)  # until it is in the queue
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    with Group(SimulatedReplica(replica_id, 2, manager), **LEARNING, sync_every=4) as group:
+        if replica_id == 1:
+            group.diloco._outer.fragments[0].mean.send = stop
+        group.learn(0, 8)
+
+
+def test_a_signal_ends_the_wait_for_a_message_on_the_device():
+    with two_processes(that_hangs) as (groups, queue):
+        assert queue.get(timeout=60) == "hangs"
+        time.sleep(2.0)  # the other one has sent its own, and waits for up to a minute
+        os.kill(groups[0].pid, signal.SIGINT)
+        groups[0].join(20)
+        assert groups[0].exitcode not in (None, 0)
+
+
+@of_backups
+def test_an_outer_step_has_the_bits_of_the_cpu(backup_device):
+    # Where it has not, groups on a CPU and groups on this device could not train one model.
+    def replica(group):
+        group.learn(0, 8)
+        return group.diloco.global_digest()
+
+    settings = {"inner": partial(sgd, lr=0.0), "sync_every": 1, "digest_every": 1}
+    digests = {
+        device: run(1, replica, model=lambda d=device: TinyMLP().to(d), **settings, **own)
+        for device, own in ((DEVICE, {"backup_device": backup_device}), ("cpu", {}))
+    }
+    assert digests[DEVICE] == digests["cpu"]
