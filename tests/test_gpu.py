@@ -289,3 +289,18 @@ def test_an_outer_step_has_the_bits_of_the_cpu(backup_device):
         for device, own in ((DEVICE, {"backup_device": backup_device}), ("cpu", {}))
     }
     assert digests[DEVICE] == digests["cpu"]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA alone can tell")
+def test_a_step_that_does_not_sync_waits_for_nothing():
+    def replica(group):
+        data = [part.to(DEVICE) for part in batch(0, 0)]
+        for step in range(21):
+            if step == 1:
+                torch.cuda.set_sync_debug_mode("error")
+            group.inner.zero_grad()
+            mse(group.model, *data).backward()
+            group.inner.step()
+        torch.cuda.set_sync_debug_mode("default")
+
+    run(1, replica, **LEARNING, sync_every=50)
