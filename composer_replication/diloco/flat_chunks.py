@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, _foreach_copy_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 from composer_replication.diloco.shards import Shards
 
@@ -167,7 +167,7 @@ class Layout:
         views, parts = _pairs(chunk, tensors, into)
         if len(parts) == 1 and (parts[0].dtype, parts[0].device) == (into.dtype, into.device):
             return parts[0].reshape(-1)
-        torch._foreach_copy_(views, parts)
+        _foreach_copy_(views, parts)
         return into
 
     def clear(self, chunk: Chunk, values: Tensor, tensors: Collection[int]) -> None:
@@ -204,7 +204,7 @@ class Layout:
             triples = zip(chunk.pieces.parts, views, of_mixed, strict=True)
             views = [view if index in unmixed else mix for (index, _), view, mix in triples]
         # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
-        torch._foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
+        _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
 
 
 def _limit(tensors: Sequence[Tensor], rests_elsewhere: bool) -> int:
@@ -260,7 +260,7 @@ class Squares:
         if flat.device.type == "cpu":
             self._found += (torch.dot(view, view) for view in views)  # in half the time of a norm
         elif views:
-            self._found += torch._foreach_norm(views)
+            self._found += _foreach_norm(views)
 
     def add_one(self, flat: Tensor, index: int) -> None:
         """Add all elements of a 1-D fp32 tensor to the tensor with this index."""
@@ -276,6 +276,13 @@ class Squares:
         if found.device.type != "cpu":
             here = here.square_()
         return total.index_add_(0, torch.tensor(self._indices), here)
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors where they are, in one operation on an accelerator."""
+    copies = [*map(torch.empty_like, tensors)]
+    _foreach_copy_(copies, [*tensors])
+    return copies
 
 
 def places(size: int, step: int) -> Iterator[slice]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchft.utils import get_stream_context
 
 from composer_replication.diloco.averaging.quantized_mean import make_mean
+from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
@@ -291,8 +292,7 @@ class FragmentSync:
             return unsynced.unsent
         kept = None
         if self._settings.fragment_sync_delay:
-            kept = [*map(torch.empty_like, local := self.local())]
-            torch._foreach_copy_(kept, local)
+            kept = copies_of(self.local())
         return Packed(
             inner_steps=unsynced.inner_steps,
             samples=unsynced.samples,

@@ -429,8 +429,8 @@ class GlobalParameters:
         if any(theta not in self.optimizer.state for theta in parameters):
             for theta, own in zip(parameters, momenta, strict=False):
                 self.optimizer.state[theta]["momentum_buffer"] = own
-        if old := [momenta[index] for index in unmoved if momenta[index].numel()]:
-            torch._foreach_zero_(old)
+        for index in unmoved:
+            momenta[index].zero_()
             self._momentum_norm = None
 
     def move_to(self, flat: Tensor, momentum: Tensor) -> None:

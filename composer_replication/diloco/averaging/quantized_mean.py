@@ -222,7 +222,7 @@ class Exchange:
         received = torch.cat(
             [each for bucket in self.buckets for each in bucket.received_weights()]
         )
-        is_equal = received.tolist() == len(self.buckets) * weights
+        is_equal = received.tolist() == [*weights] * len(self.buckets)
         self.total = sum(weights) if is_equal else math.nan
         squares = Squares(len(weights))
         for bucket in self.buckets:
