@@ -88,7 +88,7 @@ def test_the_commands_without_a_coordinator_say_it_too(command, run_dir, tmp_pat
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_one_bad_batch_costs_a_round_of_one_group_and_is_told(host, tmp_path):
+def test_one_bad_batch_costs_a_round_of_one_group_and_is_reported(host, tmp_path):
     assert start(tmp_path, *launch(host, "0.1", "0", "15")).wait(240) == 0
     assert (tmp_path / "stderr").read_text() == ""
     assert re.search(r"(?m)^thrown away +group 1 10 inner steps$", said(tmp_path))
@@ -174,7 +174,7 @@ def test_the_line_that_is_printed_for_a_config_goes_on(tmp_path):
 
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
-def test_a_script_that_does_not_load_its_checkpoint_is_told_so_once(tmp_path):
+def test_a_script_that_does_not_load_its_checkpoint_gets_one_error(tmp_path):
     script = tmp_path / "forgets.py"
     script.write_text(SCRIPT.read_text().replace("resume_from_checkpoint=newest", ""))
     words = ["--replicas", "2", "--set", "sync_every=10", "--run-dir", "run"]

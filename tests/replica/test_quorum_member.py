@@ -167,7 +167,7 @@ def test_the_first_to_ask_a_restarted_lighthouse_waits_for_the_others_however_of
     assert not groups.waited_for_by("a") and not groups.waited_for_by("b")
 
 
-def test_those_to_whom_the_new_ids_look_like_growth_are_told_by_the_others():
+def test_those_to_whom_the_new_ids_look_like_growth_hear_of_it_from_the_others():
     groups = Groups("abc")
     groups.quorum(1, "abc")
     assert groups.quorum(1, "a") == "declined"
@@ -425,7 +425,7 @@ def test_somebody_who_asks_in_this_groups_name_gives_no_quorum():
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def test_tensors_are_told_while_a_group_joins():
+def test_tensors_are_reported_while_a_group_joins():
     member = member_of("a")
     member.own.settings = {"model": "m", "tensors": {"weight": "(2,)"}}
     assert "(2,)" in member.add_report(HANDLE, 1)
