@@ -54,7 +54,7 @@ class Trouble(NamedTuple):
         time: When it was over.
         text: What has happened; empty if nothing was unusual.
         steps_lost: How many inner steps the group has thrown away.
-        why_lost: Why; empty if it has not.
+        why_lost: Why it has thrown them away; empty if it has not.
     """
 
     time: float
@@ -64,7 +64,12 @@ class Trouble(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any], at: float) -> Trouble:
-        """Read a line of ``events.jsonl``."""
+        """Find what was unusual about a sync.
+
+        Args:
+            line: The event of the sync in ``events.jsonl``.
+            at: When it was over.
+        """
         retries, lost = int(line.get("diloco/retries", 0)), int(line.get("diloco/steps_lost", 0))
         is_finite = math.isfinite(line.get("diloco/pseudo_gradient_norm", 0.0))
         healed = "loaded the state of the others" if line.get("diloco/healed") else ""
