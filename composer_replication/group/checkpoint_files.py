@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
-from typing import IO
 
 STATE = "diloco.pt"
 """A group's part of a checkpoint of Hugging Face's Trainer, in its folder ``checkpoint-<step>``."""
@@ -126,22 +125,6 @@ def _problem_of_torch(path: Path) -> str | None:
             except zipfile.BadZipFile:
                 return "is cut off"
     return None
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file that has all of its content once it has its name, also after a power cut.
-
-    Args:
-        path: The file. Its folder is made if it is missing.
-        write: Writes the content into an open file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def whole_of(

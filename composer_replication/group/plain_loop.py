@@ -18,11 +18,11 @@ from composer_replication.replica.ranks import rank
 
 
 class PlainLoop(Host):
-    """A loop that calls ``DiLoCo`` itself. It shows nothing, and nobody else knows its losses.
+    """A training loop that calls ``DiLoCo`` itself: it has no losses and no progress bar for us.
 
     Args:
-        diloco: What it calls.
-        modules: What it trains.
+        diloco: The ``DiLoCo`` that it calls.
+        modules: The model, or its fragments.
     """
 
     name = "plain loop"
@@ -41,8 +41,9 @@ class PlainLoop(Host):
 
 
 class DiLoCo(algorithm.DiLoCo):
+    # The one that scripts import. `launch` and `run` name a folder and a group in the environment:
+    # then it also writes there what a trainer's callback would write.
     __doc__ = algorithm.DiLoCo.__doc__
-    # Under `launch` and `run`, which name a folder and a group, what it does is written there.
 
     _reports: Reports | None = None
     _is_resumed = False
@@ -55,7 +56,7 @@ class DiLoCo(algorithm.DiLoCo):
         return super().state_dict(copies=copies)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, see there."""
+        """Load what ``state_dict`` returned, see ``diloco.algorithm.DiLoCo.load_state_dict``."""
         super().load_state_dict(state_dict)
         self._is_resumed = True
 
@@ -81,7 +82,7 @@ class DiLoCo(algorithm.DiLoCo):
                 refusal = Continuation(host).start_refusal(env.run_dir, 0)
                 self._arguments = replace(self._arguments, start_refusal=refusal)
             super().__enter__()
-        reports.joined(self, self._manager, env.replica_id, self._is_resumed)
+        reports.joined(self, self._manager, self._is_resumed)
         self._report("training")
         return self
 
@@ -100,8 +101,7 @@ class DiLoCo(algorithm.DiLoCo):
         super().final_sync()
         self._report("evaluating")
         if self._reports is not None:
-            result = self._reports.result(self, ReplicaEnv.from_env().replica_id or "")
-            self._reports.folder.write_end(result)
+            self._reports.folder.write_end(self._reports.result(self))
 
     def pop_finished_syncs(self) -> list[SyncReport]:
         """The syncs committed since the last call, oldest first."""

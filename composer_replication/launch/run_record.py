@@ -15,12 +15,7 @@ from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA, agreement_of
 from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, START, SUMMARY
-from composer_replication.group.words import (
-    format_bytes,
-    listed_groups,
-    plural,
-    why_nothing_was_learned,
-)
+from composer_replication.group.words import format_bytes, listed_groups, plural
 from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import finite, read_json, replace_json
 from composer_replication.settings import DiLoCoSettings
@@ -115,21 +110,6 @@ class Run:
             for step, digest in (group.digests | at_end).items():
                 digests[step][group.name] = digest
         return agreement_of(digests)
-
-
-def failure_of(result: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return why a group's training is no success although nothing failed; empty if it is one.
-
-    Args:
-        result: Of the group.
-        run_dir: The run's folder, which has the syncs of the group's earlier processes too; None if
-            it has none.
-    """
-    if run_dir is not None:
-        group = Group(Path(run_dir) / f"replica_{result['replica_id']}")
-        group.read()
-        return group.failure
-    return why_nothing_was_learned(result["outer_steps"], result["inner_steps"], 0)
 
 
 def open_run(run_dir: str | Path) -> Run:

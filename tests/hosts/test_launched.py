@@ -84,7 +84,7 @@ def test_the_commands_without_a_coordinator_say_it_too(command, run_dir, tmp_pat
         words += ["callbacks.diloco.num_replicas=1", "callbacks.diloco.replica_id=0"]
     assert start(tmp_path, command, "tiny.yaml", *words).wait(240) == 1
     error = (tmp_path / "stderr").read_text().splitlines()[-1]
-    assert error.startswith("Error: this run has learned nothing")
+    assert error.startswith("Error: this run has learned nothing: in its last ")
 
 
 @pytest.mark.parametrize("host", HOSTS)
