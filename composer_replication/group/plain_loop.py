@@ -46,7 +46,6 @@ class DiLoCo(algorithm.DiLoCo):
     __doc__ = algorithm.DiLoCo.__doc__
 
     _reports: Reports | None = None
-    _is_resumed = False
     _num_reported = 0
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
@@ -55,17 +54,13 @@ class DiLoCo(algorithm.DiLoCo):
             self._reports.folder.append(SAVED, {"batch": self.inner_steps})
         return super().state_dict(copies=copies)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, see ``diloco.algorithm.DiLoCo.load_state_dict``."""
-        super().load_state_dict(state_dict)
-        self._is_resumed = True
-
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
         env = ReplicaEnv.from_env()
         if env.run_dir is None or env.replica_id is None:
             super().__enter__()
             return self
+        is_resumed = bool(self.inner_steps or self.outer_step)
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
         fragments = self._arguments.model_fragments
@@ -78,11 +73,11 @@ class DiLoCo(algorithm.DiLoCo):
             folder.append(WARNING, {"warning": f"{said}; those of the command do not reach it"})
         reports.position("joining", self)
         with rejections(own):
-            if not self._is_resumed and self._arguments.start_refusal is None:
+            if not is_resumed and self._arguments.start_refusal is None:
                 refusal = Continuation(host).start_refusal(env.run_dir, 0)
                 self._arguments = replace(self._arguments, start_refusal=refusal)
             super().__enter__()
-        reports.joined(self, self._manager, self._is_resumed)
+        reports.joined(self, self._manager, is_resumed)
         self._report("training")
         return self
 

@@ -304,7 +304,7 @@ def _record_of(run: Run) -> dict[str, Any]:
 
 
 def _shown_of(group: Group) -> dict[str, Any]:
-    """A group's columns, where it sends no heartbeats: a plain loop's."""
+    """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
     is_alive = group.phase in ("joining", "evaluating", *TRAINING)
     return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
 

@@ -155,10 +155,13 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
     summary = {
         "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
         "replicas": [
-            {"replica_id": id, **{name: result.get(name) for name in fields}}
-            | {"restarts": restarts.get(id, 0)}
-            | {"share_of_time_in_inner_steps": run.groups[id].inner_share}
-            | {"steps_lost": run.groups[id].steps_lost}
+            {
+                "replica_id": id,
+                **{name: result.get(name) for name in fields},
+                "restarts": restarts.get(id, 0),
+                "share_of_time_in_inner_steps": run.groups[id].inner_share,
+                "steps_lost": run.groups[id].steps_lost,
+            }
             for id, result in run.results.items()
         ],
         "failure": run.failure or None,
