@@ -111,7 +111,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
-        for each in self._job.trainer.callback_handler.callbacks:
+        for each in trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
                 saving.execute_jit_checkpoint = partial(self._terminate, save)

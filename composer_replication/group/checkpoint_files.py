@@ -26,6 +26,8 @@ NO_STATE = f"{STATE} is missing"
 
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 _TORN = "torn-"
+"""How the name of a checkpoint begins that has been set aside."""
+
 _METADATA = ".metadata"
 """What torch writes last into the folder of a sharded checkpoint."""
 
@@ -70,14 +72,13 @@ def problem_of(checkpoint: Path) -> str | None:
     """
     if not checkpoint.is_dir():
         return _problem_of_file(checkpoint)
-    needed = (TRAINER_STATE, STATE) if _OF_TRAINER.fullmatch(checkpoint.name) else ()
-    for path in [*sorted(checkpoint.rglob("*")), *(checkpoint / name for name in needed)]:
-        problem = None if path.is_dir() else _problem_of_file(path)
-        if path.suffix == ".distcp" and not (path.parent / _METADATA).exists():
-            path, problem = path.parent / _METADATA, "is missing"
-        if problem is not None:
-            return f"{path.relative_to(checkpoint)} {problem}"
-    return None
+    files = sorted(path for path in checkpoint.rglob("*") if not path.is_dir())
+    files += [path.parent / _METADATA for path in files if path.suffix == ".distcp"]
+    if _OF_TRAINER.fullmatch(checkpoint.name):
+        files += [checkpoint / TRAINER_STATE, checkpoint / STATE]
+    problems = ((path, _problem_of_file(path)) for path in files)
+    found = (f"{path.relative_to(checkpoint)} {problem}" for path, problem in problems if problem)
+    return next(found, None)
 
 
 def _problem_of_file(path: Path) -> str | None:
