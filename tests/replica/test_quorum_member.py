@@ -324,7 +324,7 @@ def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, c
     assert groups.quorum(3, "abc") == "kept"
 
 
-def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeypatch):
+def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeypatch, caplog):
     answers = iter([RuntimeError("can't start new thread"), ("c:1",), ()])
 
     def find_unreachable(handles):
@@ -334,8 +334,10 @@ def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeyp
         return answer
 
     monkeypatch.setattr(Recheck, "EVERY_S", 0.01)
+    monkeypatch.setattr("composer_replication.diloco.fence._logged", set())
     recheck = Recheck({"c:1": {}}, find_unreachable)
     wait_until(lambda: not recheck.names)
+    assert "RuntimeError: can't start new thread" in caplog.text
 
 
 def test_nobody_waits_for_a_member_that_is_left_out_and_asks_late():
