@@ -131,13 +131,13 @@ class TrainerJob(Host):
         Args:
             wanted: The Trainer's ``resume_from_checkpoint``; True stands for the newest.
         """
-        last = None if wanted is True else Path(str(wanted)).absolute()
-        pattern = self.checkpoints if last is None else checkpoints_in(last.parent)
+        named = None if wanted is True else Path(str(wanted)).absolute()
+        pattern = self.checkpoints if named is None else checkpoints_in(named.parent)
         found = broadcast(newest_first(pattern))
-        if last in found:
-            found = found[found.index(last) :]
-        elif last is not None:
-            return wanted
+        if named in found:
+            found = found[found.index(named) :]
+        elif named is not None:
+            return wanted  # no folder of the Trainer's, which knows what to say of it
         # Each node may have a disk of its own.
         whole, torn = whole_of(found, lambda p: next(filter(None, gather(problem_of(p))), None))
         if whole is None:  # one that lacks only DiLoCo's part can be loaded, and is refused there
@@ -153,7 +153,7 @@ class TrainerJob(Host):
         elif whole is None:  # there is none at all, which is an error of the Trainer's
             self.group.ask_coordinator()
             return None if self.group.has_begun else wanted
-        return None if whole is None else wanted if whole == last else str(whole)
+        return None if whole is None else str(whole)
 
     # ---- what it shows ----------------------------------------------------------------------
 
