@@ -51,14 +51,13 @@ def newest_first(pattern: str) -> list[Path]:
     def numbers(path: Path) -> list[int]:
         return [int(each) for each in re.findall(r"\d+", path.name)]
 
-    found = [Path(path) for path in glob(pattern)]
-    own = [path for path in found if not path.name.startswith(_TORN) and not _is_link(path)]
-    return sorted(own, key=numbers, reverse=True)
-
-
-def _is_link(path: Path) -> bool:
-    """Whether it is one to a file, such as Composer's ``latest``."""
-    return path.is_symlink() and not path.is_dir()
+    # A link to a file is Composer's ``latest``.
+    found = [
+        path
+        for path in map(Path, glob(pattern))
+        if not path.name.startswith(_TORN) and (path.is_dir() or not path.is_symlink())
+    ]
+    return sorted(found, key=numbers, reverse=True)
 
 
 def problem_of(checkpoint: Path) -> str | None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -175,21 +175,16 @@ def _saved_by(group: Group) -> str:
 
 def _going_on(run_dir: Path, argv: Sequence[str]) -> list[str]:
     """The arguments with which a run goes on in its folder, given those that began it."""
-    is_own = "--" in argv
-    at = argv.index("--") if is_own else len(argv)
-    before, old = [], ("run_dir=", "--run-dir=", "autoresume=")
-    words = iter(argv[:at])
-    for word in words:
-        if word == "--run-dir":
-            next(words, None)
-        elif word != "--resume" and not word.startswith(old):
-            before.append(word)
-    own = (
-        ["--resume", f"--run-dir={run_dir}"]
-        if is_own
-        else ["autoresume=true", f"run_dir={run_dir}"]
-    )
-    return [*before, *own, *argv[at:]]
+    at = argv.index("--") if "--" in argv else len(argv)
+    old = ("run_dir=", "--run-dir", "autoresume=", "--resume")
+    kept = [
+        word
+        for before, word in pairwise(["", *argv[:at]])
+        if before != "--run-dir" and not word.startswith(old)
+    ]
+    if "--" in argv:
+        return [*kept, "--resume", f"--run-dir={run_dir}", *argv[at:]]
+    return [*kept, "autoresume=true", f"run_dir={run_dir}"]
 
 
 def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Supervisor) -> None:

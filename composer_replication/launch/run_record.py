@@ -253,15 +253,12 @@ def describe(run: Run) -> list[tuple[str, str]]:
 
 def _describe_errors(run: Run) -> list[tuple[str, str]]:
     """The errors since the run was begun or continued, each once with the groups that had it."""
-    groups_of: dict[str, list[str]] = {}
+    groups_of: dict[str, dict[str, None]] = {}
     for id, group in run.groups.items():
         for error in group.errors:
             if error.get("time", 0.0) >= group.continued_at:
-                groups_of.setdefault(error["error"], []).append(id)
-    return [
-        ("error", f"{listed_groups([*dict.fromkeys(ids)])}: {text}")
-        for text, ids in groups_of.items()
-    ]
+                groups_of.setdefault(error["error"], {})[id] = None
+    return [("error", f"{listed_groups([*ids])}: {text}") for text, ids in groups_of.items()]
 
 
 def _describe_resume(resume: Mapping[str, Any]) -> str:
