@@ -60,7 +60,8 @@ class DiLoCo(algorithm.DiLoCo):
         if env.run_dir is None or env.replica_id is None:
             super().__enter__()
             return self
-        is_resumed = bool(self.inner_steps or self.outer_step)
+        has_steps = self.inner_steps or self.outer_step
+        is_resumed = bool(has_steps and self._reports is None)  # it is the first part of the loop
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
         fragments = self._arguments.model_fragments
