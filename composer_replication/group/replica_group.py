@@ -216,7 +216,7 @@ class ReplicaGroup:
         return diloco
 
     def _receive(self, position: dict[str, Any]) -> None:
-        """A donor's. On torchft's thread, while training waits for a sync."""
+        """Keep a donor's position. On torchft's thread, while training waits for a sync."""
         self._received = position, self.is_in_step
 
     def _follow_donor(self) -> None:
