@@ -143,8 +143,9 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     """
     mean = WeightedMean(fragment.mean.share, fragment.device, fragment.mean.gathers)
     averaged, _ = fragment.globals.divide(fragment.local())
-    copied = fragment.globals.averaged_buffers  # as they are, since they need not be finite
-    parts = [torch.zeros_like(t) if i in copied else t for i, t in enumerate(averaged)]
+    # All take the first group's buffers: these need not be finite, and have no part in the mean.
+    buffers = fragment.globals.averaged_buffers
+    parts = [torch.zeros_like(t) if i in buffers else t for i, t in enumerate(averaged)]
     local = (mean.share.own(parts),)
     mean.pack(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
     if weight and not mean.is_finite:
