@@ -39,7 +39,7 @@ from composer_replication.launch.output import (
     quiet_others,
     report_error,
 )
-from composer_replication.launch.run_record import describe, failure_of, open_run
+from composer_replication.launch.run_record import describe, open_run
 from composer_replication.launch.supervision import MAX_RESTARTS, SUPERVISED_HANG_TIMEOUT_S
 from composer_replication.plan import (
     HOST_S_PER_PARAM,
@@ -57,7 +57,7 @@ from composer_replication.training.config import (
     read_diloco,
     save_config,
 )
-from composer_replication.training.preflight import check_group, run_dir_of
+from composer_replication.training.preflight import check_group
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer and Hugging Face's Trainer: several replica groups train "
@@ -123,8 +123,7 @@ def train(config: Config, overrides: Overrides = None) -> int:
 
     gc.freeze()
     gc.enable()
-    result = run(checked)
-    if failure := failure_of(result, run_dir_of(checked)):
+    if failure := run(checked)["failure"]:
         print_error(f"Error: {failure}")
         return FAILED
     return 0

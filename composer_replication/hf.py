@@ -25,11 +25,13 @@ from composer_replication.arguments import takes
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
-from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE, write_whole
+from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE
 from composer_replication.group.host import GroupArguments
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.hf_job import TrainerJob, check_parallelism
+from composer_replication.replica.json_files import replace_file
+from composer_replication.replica.ranks import ask_on_rank_0
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
@@ -86,7 +88,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
         """``Trainer.train``, from the newest checkpoint that is whole."""
         if resume_from_checkpoint:
             with rejections(self._group.options):
-                self._group.hold_folders()  # another group may be writing the newest one
+                ask_on_rank_0(self._group.hold_folders)  # another group may be writing in it
                 resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
         return train(resume_from_checkpoint, *more, **named)
 
@@ -109,7 +111,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
         self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
-        for each in self._job.trainer.callback_handler.callbacks:
+        for each in trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
                 saving.execute_jit_checkpoint = partial(self._terminate, save)
@@ -180,7 +182,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
             # In a folder from before, nothing is whole until the Trainer has written all of it.
             (folder / TRAINER_STATE).unlink(missing_ok=True)
-            write_whole(folder / STATE, partial(torch.save, saved))
+            replace_file(folder / STATE, partial(torch.save, saved), survives_power_cut=True)
         save(model, trial)
 
     def _terminate(self, save: Callable[[], None]) -> None:

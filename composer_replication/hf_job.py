@@ -31,29 +31,30 @@ log = logging.getLogger(__name__)
 
 
 class Losses:
-    """A Trainer's ``training_step``, which also adds up the losses, on their device.
+    """A stand-in for a Trainer's ``training_step``, which also adds up the losses on their device.
 
     Args:
-        of: The Trainer's own.
+        training_step: The Trainer's own.
 
     Attributes:
-        of: The same.
-        num_steps: Steps since the last ``pop_mean``.
+        training_step: The same.
+        num_steps: Steps since the last ``pop_mean``, which the callback counts: one may be several
+            calls.
     """
 
-    def __init__(self, of: Callable[..., Tensor]) -> None:
-        self.of = of
+    def __init__(self, training_step: Callable[..., Tensor]) -> None:
+        self.training_step = training_step
         self.num_steps = 0
         self._sum: Tensor | None = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        loss = self.of(*inputs, **named)
+        loss = self.training_step(*inputs, **named)
         own = loss.detach().float()
         self._sum = own if self._sum is None else self._sum + own
         return loss
 
     def pop_mean(self) -> float | None:
-        """The mean loss of the steps since the last call, over the group's ranks; None without."""
+        """The mean loss of the steps since the last call, over the group's ranks; None if none."""
         total, num_steps = self._sum, self.num_steps
         self._sum, self.num_steps = None, 0
         if total is None or not num_steps:
@@ -69,7 +70,7 @@ class TrainerJob(Host):
 
     Attributes:
         trainer: The Trainer whose ``train`` runs, or ran last.
-        losses: Those of its steps.
+        losses: Adds up the losses of its steps.
     """
 
     name = "transformers"
@@ -130,16 +131,16 @@ class TrainerJob(Host):
         Args:
             wanted: The Trainer's ``resume_from_checkpoint``; True stands for the newest.
         """
-        last = None if wanted is True else Path(str(wanted)).absolute()
-        pattern = self.checkpoints if last is None else checkpoints_in(last.parent)
+        named = None if wanted is True else Path(str(wanted)).absolute()
+        pattern = self.checkpoints if named is None else checkpoints_in(named.parent)
         found = broadcast(newest_first(pattern))
-        if last in found:
-            found = found[found.index(last) :]
-        elif last is not None:
-            return wanted
+        if named in found:
+            found = found[found.index(named) :]
+        elif named is not None:
+            return wanted  # no folder of the Trainer's, which knows what to say of it
         # Each node may have a disk of its own.
         whole, torn = whole_of(found, lambda p: next(filter(None, gather(problem_of(p))), None))
-        if whole is None:
+        if whole is None:  # one that lacks only DiLoCo's part can be loaded, and is refused there
             whole = next((path for path, problem in torn.items() if problem == NO_STATE), None)
             torn = dict(takewhile(lambda each: each[0] != whole, torn.items()))
         if torn:
@@ -149,17 +150,20 @@ class TrainerJob(Host):
                 self.group.continuation.skip(said)
             elif not rank():
                 log.warning("%s", said)
-        elif whole is None:
+        elif whole is None:  # there is none at all, which is an error of the Trainer's
             self.group.ask_coordinator()
             return None if self.group.has_begun else wanted
-        return None if whole is None else wanted if whole == last else str(whole)
+        return None if whole is None else str(whole)
 
     # ---- what it shows ----------------------------------------------------------------------
 
     def watch_losses(self) -> None:
-        """Add up the losses of the steps from now on. The Trainer logs them rarely, without NaN."""
+        """Add up the losses of the steps from now on.
+
+        The Trainer's own logs come once in ``logging_steps``, and have no NaN.
+        """
         step = self.trainer.training_step
-        self.losses = Losses(step.of if isinstance(step, Losses) else step)
+        self.losses = Losses(step.training_step if isinstance(step, Losses) else step)
         self.trainer.training_step = self.losses
 
     def mean_loss(self) -> float | None:

@@ -188,7 +188,7 @@ def services(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("program", "environ", "line"), PROGRAMS)
-def test_a_mistake_in_a_program_is_told_by_its_last_line(folder, services, program, environ, line):
+def test_the_last_line_of_a_mistake_in_a_program_names_it(folder, services, program, environ, line):
     (folder / "train.py").write_text(program)
     environ = {name: value.format(**services) for name, value in environ.items()}
     said = answer("train.py", **environ)

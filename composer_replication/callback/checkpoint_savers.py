@@ -56,7 +56,7 @@ def pattern_of(saver: CheckpointSaver, state: State) -> str:
 
 
 def check_load_path() -> None:
-    """Refuse a torn checkpoint that the Trainer is told to load. Called while it is built.
+    """Refuse a torn checkpoint that ``load_path`` names. Called while the Trainer is built.
 
     Raises:
         ValueError: It is not whole.
@@ -83,7 +83,7 @@ def skip_torn(state: State, hold: Callable[[], None]) -> str | None:
     Args:
         state: Composer's.
         hold: Locks the folders, before anything is changed. It raises a ``ValueError`` if another
-            process saves there.
+            process saves there: then they are left as they are, and the fit raises it too.
 
     Returns:
         Why there is no whole checkpoint; None if there is one, or nothing at all.
@@ -103,11 +103,16 @@ def skip_torn(state: State, hold: Callable[[], None]) -> str | None:
         if torn or whole != linked:
             with suppress(ValueError):
                 hold()
-                problem = _set_aside(latest, torn, whole) or problem
+                problem = _repair(latest, torn, whole) or problem
     return problem
 
 
-def _set_aside(latest: Path, torn: Mapping[Path, str], whole: Path | None) -> str | None:
+def _repair(latest: Path, torn: Mapping[Path, str], whole: Path | None) -> str | None:
+    """Set torn checkpoints aside, and have ``latest`` name the whole one, or nothing.
+
+    Returns:
+        Why nothing is whole; None if something is.
+    """
     said = set_aside(torn, whole) if torn else f"{latest} did not name the newest whole checkpoint"
     if whole is None:
         latest.unlink(missing_ok=True)

@@ -144,7 +144,7 @@ class ComposerJob(Host):
 
     def skip_torn(self) -> None:
         """Before Composer looks for its newest checkpoint: have it find one that is whole."""
-        said = ask_on_rank_0(partial(skip_torn, self.state, self.group.hold_own_folders))
+        said = ask_on_rank_0(partial(skip_torn, self.state, self.group.hold_folders))
         if said is not None:
             self.group.continuation.skip(said)
 

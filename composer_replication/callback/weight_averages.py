@@ -70,7 +70,7 @@ class WeightAverages(Averages):
     def before_join(self) -> None:
         """Put EMA's weights back that an evaluation before the fit may have swapped out."""
         if self._is_loaded_active:
-            self._put_in()
+            self._put_average(True)
         self._is_loaded_active = False
 
     def begin(self, is_resumed: bool) -> None:
@@ -82,8 +82,7 @@ class WeightAverages(Averages):
             self._adapt(ema)
             if is_resumed and self._is_sharded:
                 self._take_from_model(ema)
-            if self._was_active:
-                self._swap()
+            self._put_average(False)
         wrappers = {"match": self._match, "apply": self._apply, "state_dict": self._state_dict}
         for name, wrapper in wrappers.items():
             setattr(ema, name, functools.partial(wrapper, ema, getattr(ema, name)))
@@ -91,30 +90,26 @@ class WeightAverages(Averages):
     def after_join(self) -> None:
         """Put EMA's weights back that were in the model when the fit began."""
         if self._was_active:
-            self._put_in()
+            self._put_average(True)
 
     @contextmanager
     def out_of_the_model(self) -> Iterator[None]:
         """A context in which the model holds the local weights. EMA is swapped back after it."""
         was_active = self.are_saved
-        if was_active:
-            self._swap()
+        self._put_average(False)
         try:
             yield
         finally:
             if was_active:
-                self._put_in()
+                self._put_average(True)
 
-    def _put_in(self) -> None:
-        """Put EMA's weights into the model, which holds the local ones."""
-        if not self.are_saved:
-            self._swap()
-
-    def _swap(self) -> None:
-        ema = self._ema
-        assert ema is not None and ema.ema_model is not None, "it is active, or was"
-        ema.ema_model.swap_params(model=self.state.model)
-        ema.ema_weights_active = not ema.ema_weights_active
+    def _put_average(self, into_model: bool) -> None:
+        """Have the model hold EMA's weights, or the local ones, if it does not yet."""
+        if self.are_saved != into_model:
+            ema = self._ema
+            assert ema is not None and ema.ema_model is not None, "it is active, or was"
+            ema.ema_model.swap_params(model=self.state.model)
+            ema.ema_weights_active = into_model
 
     def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         ema = self._ema

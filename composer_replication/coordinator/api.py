@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.json_files import finite
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,7 @@ MetricName = Annotated[str, Field(pattern=r"^[a-z0-9_/]{1,64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-Number = Annotated[float | None, AfterValidator(_finite)]
+Number = Annotated[float | None, AfterValidator(finite)]
 """A number. NaN and infinity become null, since JSON has no such numbers."""
 
 

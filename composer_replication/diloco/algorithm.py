@@ -36,8 +36,9 @@ from composer_replication.diloco.torchft_api import DiLoCoManager
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
 
 BACKWARDS = 64
-"""Every how many backward passes without an inner step it is looked whether weights change. That
-waits for the device, and few accumulate gradients over so many."""
+"""After so many backward passes without an inner step, and again after as many, some weights are
+compared: another optimizer may change them. That waits for the device, and few people accumulate
+gradients over so many passes."""
 
 
 class DiLoCo(torchft.local_sgd.DiLoCo):
@@ -113,13 +114,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._backwards: float = 0
         """Backward passes since the last inner step."""
         self._seen = Tensor()
-        """Some of the weights, as they were when they were last looked at."""
+        """Some of the weights, as they were at the last of these comparisons."""
 
     # ---- torchft's schedule, and then the retry ----------------------------------------------
 
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
-            self._backwards = -math.inf  # LBFGS and SAM have backward passes within a step
+            self._backwards = -math.inf  # those of LBFGS and SAM within a step do not count
             super()._step_pre_hook(*step)
 
     def _step_post_hook(self, *step: Any) -> None:
@@ -162,13 +163,15 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 raise self._uncounted()
 
     def _check_counted(self) -> None:
-        """Check that the model still holds the global parameters where there was no inner step.
+        """Check that nothing was trained without an inner step: the next sync would undo it.
 
-        A user may put other weights into it, such as an average to evaluate; these have no backward
-        pass. After a sync with ``fragment_update_alpha`` it holds others too.
+        Fragments without an inner step since their last sync have to be the global ones. Once there
+        was a step that holds only after a backward pass, since a user may put other weights into
+        the model, such as an average to evaluate; and not with ``fragment_update_alpha``, which
+        keeps a part of the local weights.
 
         Raises:
-            ValueError: They were trained without an inner step. The next sync would undo that.
+            ValueError: They are not.
         """
         has_trained = self._backwards > 0 and not self.settings.fragment_update_alpha
         if self.inner_steps and not has_trained:

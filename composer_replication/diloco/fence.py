@@ -16,9 +16,10 @@ _logged: set[str] = set()
 def fence(what: str) -> Iterator[None]:
     """A context, or a decorator, that logs an error instead of raising it.
 
-    It is for what only shows how a training goes: progress bars, log lines, pages, events, metrics.
-    A full disk, a closed stdout or an error in a user's logger then costs that output alone. The
-    first error is one line in the log.
+    It is for what only shows how a training goes: progress bars, log lines, pages, events, metrics;
+    and for one of many attempts on a thread of its own, such as a heartbeat. A full disk, a closed
+    stdout or an error in a user's logger then costs that output alone. The first error is one line
+    in the log.
 
     Nothing that other ranks wait for, such as a collective, may be inside: after an error on one
     rank the others would wait in it for ever.

@@ -202,7 +202,7 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
     @functools.cache
     def best(stop: int, parts: int) -> tuple[int, list[int]]:
-        """The largest run, and the cuts, of the first ``stop`` sizes."""
+        """Cut the first ``stop`` sizes. Returns the largest of the runs, and the cuts."""
         if parts == 1:
             return ends[stop], []
         return min(

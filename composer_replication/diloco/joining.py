@@ -148,7 +148,8 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     layout.follow(local)
 
     def write(chunk: Chunk, values: Tensor) -> None:
-        if not chunk.is_parameter:  # taken over as they are, since they need not be finite
+        if not chunk.is_parameter:
+            # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()
         elif (found := layout.read(chunk, local, values)) is not values:
             values.copy_(found)

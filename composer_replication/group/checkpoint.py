@@ -9,8 +9,8 @@ part consists of
 * ``momentum``: the outer momentum by name, fp32, if there is any;
 * ``residual``: the residual of error feedback by name, fp32, if there is any;
 * ``theta``: the global tensors by name, fp32 unless they are copied buffers: those that are not
-  fp32 in the model, or all if the job has an EMA, because the saved model may then hold
-  their weights;
+  fp32 in the model, or all if the job has an EMA, because the saved model may then hold its
+  weights;
 * ``in_flight``: what a sync in flight had sent, if there is one; in a sharded checkpoint as text.
 
 In a sharded checkpoint the keys depend only on the model and the settings. It is loaded into a

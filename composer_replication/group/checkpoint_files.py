@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
-from typing import IO
 
 STATE = "diloco.pt"
 """A group's part of a checkpoint of Hugging Face's Trainer, in its folder ``checkpoint-<step>``."""
@@ -27,6 +26,8 @@ NO_STATE = f"{STATE} is missing"
 
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 _TORN = "torn-"
+"""How the name of a checkpoint begins that has been set aside."""
+
 _METADATA = ".metadata"
 """What torch writes last into the folder of a sharded checkpoint."""
 
@@ -50,14 +51,13 @@ def newest_first(pattern: str) -> list[Path]:
     def numbers(path: Path) -> list[int]:
         return [int(each) for each in re.findall(r"\d+", path.name)]
 
-    found = [Path(path) for path in glob(pattern)]
-    own = [path for path in found if not path.name.startswith(_TORN) and not _is_link(path)]
-    return sorted(own, key=numbers, reverse=True)
-
-
-def _is_link(path: Path) -> bool:
-    """Whether it is one to a file, such as Composer's ``latest``."""
-    return path.is_symlink() and not path.is_dir()
+    # A link to a file is Composer's ``latest``.
+    found = [
+        path
+        for path in map(Path, glob(pattern))
+        if not path.name.startswith(_TORN) and (path.is_dir() or not path.is_symlink())
+    ]
+    return sorted(found, key=numbers, reverse=True)
 
 
 def problem_of(checkpoint: Path) -> str | None:
@@ -71,14 +71,13 @@ def problem_of(checkpoint: Path) -> str | None:
     """
     if not checkpoint.is_dir():
         return _problem_of_file(checkpoint)
-    needed = (TRAINER_STATE, STATE) if _OF_TRAINER.fullmatch(checkpoint.name) else ()
-    for path in [*sorted(checkpoint.rglob("*")), *(checkpoint / name for name in needed)]:
-        problem = None if path.is_dir() else _problem_of_file(path)
-        if path.suffix == ".distcp" and not (path.parent / _METADATA).exists():
-            path, problem = path.parent / _METADATA, "is missing"
-        if problem is not None:
-            return f"{path.relative_to(checkpoint)} {problem}"
-    return None
+    files = sorted(path for path in checkpoint.rglob("*") if not path.is_dir())
+    files += [path.parent / _METADATA for path in files if path.suffix == ".distcp"]
+    if _OF_TRAINER.fullmatch(checkpoint.name):
+        files += [checkpoint / TRAINER_STATE, checkpoint / STATE]
+    problems = ((path, _problem_of_file(path)) for path in files)
+    found = (f"{path.relative_to(checkpoint)} {problem}" for path, problem in problems if problem)
+    return next(found, None)
 
 
 def _problem_of_file(path: Path) -> str | None:
@@ -126,22 +125,6 @@ def _problem_of_torch(path: Path) -> str | None:
             except zipfile.BadZipFile:
                 return "is cut off"
     return None
-
-
-def write_whole(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Write a file that has all of its content once it has its name, also after a power cut.
-
-    Args:
-        path: The file. Its folder is made if it is missing.
-        write: Writes the content into an open file.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    with part.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
 
 
 def whole_of(

@@ -19,6 +19,7 @@ from composer_replication.group.checkpoint import (
     checksums,
     replaced,
 )
+from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import last_outer_step
 from composer_replication.replica.ranks import ask_on_rank_0
@@ -176,7 +177,7 @@ class Continuation:
             return None
         why = "" if self.unusable is None else f" ({self.unusable})"
         fix = self._host.load_checkpoint
-        if latest := self._host.latest_checkpoint:
+        if latest := newest_whole(self._host.checkpoints or ""):
             fix = f"continue from this group's last checkpoint ({self._host.load_from}={latest})"
         return (
             f"{source} says that this run has made {step} outer steps, and this group starts "

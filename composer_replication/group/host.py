@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.options import ReplicaOptions
 from composer_replication.replica.ranks import world_size
 from composer_replication.settings import DiLoCoSettings
@@ -35,7 +33,7 @@ class Averages:
     exist = False
     """Whether the model may hold an average when it is saved or evaluated."""
     are_saved = False
-    """Whether the model is to be saved as it is, since it holds an average."""
+    """Whether the model holds an average now, and is to be saved with it."""
     are_evaluated = False
     """Whether evaluators see an average, which the trainer puts into the model for them."""
 
@@ -66,10 +64,11 @@ class Host:
     load_weights_only = "its weights alone"
     """For an error: how to load only the weights of a checkpoint."""
     load_checkpoint = "load a checkpoint"
-    how_to_save = "a save_folder and save_interval"
-    """What a script needs that saves."""
+    """For an error, and for what ``launch`` prints: how a script continues from a checkpoint."""
     load_from = "load_path"
-    """For an error: how to load a checkpoint, and the argument that names it."""
+    """For an error: the argument that names the checkpoint to load."""
+    how_to_save = "a save_folder and save_interval"
+    """For what ``launch`` prints: with which arguments a script saves checkpoints."""
     save_argument = "a save_folder"
     """For an error: the argument that names where a group saves."""
     tokens_fix = "give each batch its tokens"
@@ -123,12 +122,7 @@ class Host:
     checkpoints: str | None = None
     """A pattern, as for ``glob``, of this group's checkpoints; None if none is saved."""
     saves_to: Sequence[str] = ()
-    """The folders, also of object stores, in which this group saves."""
-
-    @property
-    def latest_checkpoint(self) -> Path | None:
-        """This group's newest checkpoint that is whole; None without one."""
-        return None if self.checkpoints is None else newest_whole(self.checkpoints)
+    """The folders in which this group saves; those in object stores as URLs."""
 
     def last_step(self, *, is_bound: bool = False) -> int | None:
         """The step at which training ends; None if that is not known.

@@ -18,11 +18,11 @@ from composer_replication.replica.ranks import rank
 
 
 class PlainLoop(Host):
-    """A loop that calls ``DiLoCo`` itself. It shows nothing, and nobody else knows its losses.
+    """A training loop that calls ``DiLoCo`` itself: it has no losses and no progress bar for us.
 
     Args:
-        diloco: What it calls.
-        modules: What it trains.
+        diloco: The ``DiLoCo`` that it calls.
+        modules: The model, or its fragments.
     """
 
     name = "plain loop"
@@ -41,11 +41,11 @@ class PlainLoop(Host):
 
 
 class DiLoCo(algorithm.DiLoCo):
+    # The one that scripts import. `launch` and `run` name a folder and a group in the environment:
+    # then it also writes there what a trainer's callback would write.
     __doc__ = algorithm.DiLoCo.__doc__
-    # Under `launch` and `run`, which name a folder and a group, what it does is written there.
 
     _reports: Reports | None = None
-    _is_resumed = False
     _num_reported = 0
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
@@ -54,17 +54,14 @@ class DiLoCo(algorithm.DiLoCo):
             self._reports.folder.append(SAVED, {"batch": self.inner_steps})
         return super().state_dict(copies=copies)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned, see there."""
-        super().load_state_dict(state_dict)
-        self._is_resumed = True
-
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
         env = ReplicaEnv.from_env()
         if env.run_dir is None or env.replica_id is None:
             super().__enter__()
             return self
+        has_steps = self.inner_steps or self.outer_step
+        is_resumed = bool(has_steps and self._reports is None)  # it is the first part of the loop
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
         fragments = self._arguments.model_fragments
@@ -77,11 +74,11 @@ class DiLoCo(algorithm.DiLoCo):
             folder.append(WARNING, {"warning": f"{said}; those of the command do not reach it"})
         reports.position("joining", self)
         with rejections(own):
-            if not self._is_resumed and self._arguments.start_refusal is None:
+            if not is_resumed and self._arguments.start_refusal is None:
                 refusal = Continuation(host).start_refusal(env.run_dir, 0)
                 self._arguments = replace(self._arguments, start_refusal=refusal)
             super().__enter__()
-        reports.joined(self, self._manager, env.replica_id, self._is_resumed)
+        reports.joined(self, self._manager, is_resumed)
         self._report("training")
         return self
 
@@ -100,8 +97,7 @@ class DiLoCo(algorithm.DiLoCo):
         super().final_sync()
         self._report("evaluating")
         if self._reports is not None:
-            result = self._reports.result(self, ReplicaEnv.from_env().replica_id or "")
-            self._reports.folder.write_end(result)
+            self._reports.folder.write_end(self._reports.result(self))
 
     def pop_finished_syncs(self) -> list[SyncReport]:
         """The syncs committed since the last call, oldest first."""

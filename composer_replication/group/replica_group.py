@@ -109,17 +109,12 @@ class ReplicaGroup:
     def hold_folders(self) -> None:
         """Keep other groups out of the folders in which this one saves. It may be repeated.
 
-        Every rank of the group has to call it.
+        Rank 0 alone calls it, for instance by ``ask_on_rank_0``.
 
         Raises:
             ValueError: Another group saves there.
         """
-        ask_on_rank_0(self.hold_own_folders)
-
-    def hold_own_folders(self) -> None:
-        """The same, on rank 0 alone."""
-        name = replica_id_of(self.options)
-        hold(self.host.saves_to, name, self, self.host.save_argument)
+        hold(self.host.saves_to, replica_id_of(self.options), self, self.host.save_argument)
 
     @property
     def has_begun(self) -> bool:
@@ -153,12 +148,12 @@ class ReplicaGroup:
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
-        name = replica_id_of(self.options)
         try:
-            self.hold_folders()
+            ask_on_rank_0(self.hold_folders)
             self._joined.callback(self.host.averages.leave)
             self.continuation.begin(self.settings)
-            folder = ReplicaFolder(None if rank() else self.options.run_dir, name)
+            run_dir = None if rank() else self.options.run_dir
+            folder = ReplicaFolder(run_dir, replica_id_of(self.options))
             self._reports = reports = Reports(folder, self.settings, self.host)
             reports.settings("" if self._run is None else self._run.settings_source)
             self.diloco = diloco = self._connect(manager)
@@ -176,7 +171,7 @@ class ReplicaGroup:
             reports.position("joining", diloco)
             self._joined.enter_context(diloco)
             self._follow_donor()
-            reports.joined(diloco, self.manager, name, self.continuation.is_resumed)
+            reports.joined(diloco, self.manager, self.continuation.is_resumed)
             if self.data is not None:
                 self.data.start()
             self._report("training")
@@ -220,7 +215,7 @@ class ReplicaGroup:
         return diloco
 
     def _receive(self, position: dict[str, Any]) -> None:
-        """A donor's. On torchft's thread, while training waits for a sync."""
+        """Keep a donor's position. On torchft's thread, while training waits for a sync."""
         self._received = position, self.is_in_step
 
     def _follow_donor(self) -> None:
@@ -391,17 +386,15 @@ class ReplicaGroup:
                 self.diloco.final_sync()
             self.continuation.note_left()
         self._report("evaluating")
-        name = replica_id_of(self.options)
-        self.result = self._reports.result(self.diloco, name) | {"eval": self._metrics}
+        self.result = self._reports.result(self.diloco) | {"eval": self._metrics}
         if self.data is not None:
             self.data.end()
         self._keep()
         self._drop()
         self._reports.folder.write_end(self.result)
-        steps = self.result["outer_steps"]
-        if not steps and self.result["inner_steps"]:
-            log.error("Ended without an outer step: nothing of this training is in the model")
-        digest = self.result["global_digest"][:8]
+        steps, digest = self.result["outer_steps"], self.result["global_digest"][:8]
+        if failure := self.result["failure"]:
+            log.error("%s", failure)
         log.info("Ended after %d outer steps: global parameters %s", steps, digest)
 
     def _keep(self) -> None:

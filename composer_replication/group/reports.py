@@ -24,7 +24,12 @@ from composer_replication.group.run_folder import (
     WARNING,
     ReplicaFolder,
 )
-from composer_replication.group.words import listed_groups, on_same_samples, plural
+from composer_replication.group.words import (
+    listed_groups,
+    on_same_samples,
+    plural,
+    why_nothing_was_learned,
+)
 from composer_replication.options import DuplicateIdError, ReplicaOptions
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
@@ -47,6 +52,7 @@ class Reports:
     Attributes:
         folder: The same.
         final_loss: The mean training loss of the last round that had steps; None before.
+        fruitless: The number of this fit's last syncs to which no group has contributed.
     """
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
@@ -61,6 +67,7 @@ class Reports:
         self._members: dict[str, str] = {}
         self._num_groups = 1
         self.final_loss: float | None = None
+        self.fruitless = 0
 
     # ---- it has joined ----------------------------------------------------------------------
 
@@ -82,7 +89,7 @@ class Reports:
             self.folder.append(WARNING, {"warning": text})
 
     @fence("the start of this group")
-    def joined(self, diloco: DiLoCo, manager: Any, replica_id: str, is_resumed: bool) -> None:
+    def joined(self, diloco: DiLoCo, manager: Any, is_resumed: bool) -> None:
         """Report that the group has joined the others, or begins with them, and who they are.
 
         If it resumes, also where, and how many steps of its earlier process are repeated.
@@ -109,7 +116,7 @@ class Reports:
                 "Joined" if diloco.has_joined_others else "Resumed" if is_resumed else "Started",
                 f" after {plural(diloco.outer_step, 'outer step')}" if diloco.outer_step else "",
                 listed_groups([*self._members]),
-                replica_id,
+                self.folder.replica_id,
                 plural(world_size(), "rank"),
             )
         if not is_resumed:
@@ -145,6 +152,7 @@ class Reports:
     @fence("the syncs")
     def _report_syncs(self, reports: Sequence[SyncReport], loss: float | None) -> None:
         for report in reports:
+            self.fruitless = 0 if report.total_contribution else self.fruitless + 1
             metrics = numbers_of(report)
             metrics["diloco/round"] = self._round(report.inner_steps, report.outer_step)
             self._host.log_metrics({**metrics})
@@ -189,18 +197,24 @@ class Reports:
         steps = self._steps_of_all
         return inner_steps / steps if steps else outer_step / self._settings.fragment_count
 
-    def result(self, diloco: DiLoCo, replica_id: str) -> dict[str, Any]:
-        """Return the result of the fit. Every rank of the group has to call it."""
+    def result(self, diloco: DiLoCo) -> dict[str, Any]:
+        """Return the result of the fit. Every rank of the group has to call it.
+
+        Its ``failure`` says why it is no success although nothing failed, as far as this process
+        knows; empty if it is one.
+        """
         buffers = {}
         if self._settings.sync_buffers == "none":  # each group has its own
             buffers = persistent_buffers(self._host.model)
+        inner_steps, outer_steps = diloco.inner_steps, diloco.outer_step
         return {
-            "replica_id": replica_id,
-            "inner_steps": diloco.inner_steps,
-            "outer_steps": diloco.outer_step,
+            "replica_id": self.folder.replica_id,
+            "inner_steps": inner_steps,
+            "outer_steps": outer_steps,
             "global_digest": diloco.global_digest(),
             "final_loss": self.final_loss,
             "own_buffers": {name: digest_of({name: b})[:8] for name, b in buffers.items()},
+            "failure": why_nothing_was_learned(outer_steps, inner_steps, self.fruitless),
         }
 
     # ---- the position in training ------------------------------------------------------------
@@ -274,9 +288,9 @@ class Reports:
 
 @contextmanager
 def rejections(options: ReplicaOptions) -> Iterator[None]:
-    """A context in which a ``ValueError`` is one that the group would meet again.
+    """A context in which a ``ValueError`` rejects the group's input: it would come again.
 
-    A script's exit status does not say that its input was rejected, so the run's folder does.
+    The run's folder then says so, since a script's exit status does not.
 
     Args:
         options: This group's.

@@ -153,12 +153,16 @@ class ReplicaFolder:
         run_dir: The run's folder; None writes nothing.
         replica_id: The id of this group.
 
+    Attributes:
+        replica_id: The same, as text.
+
     Raises:
         PermissionError: The folder may not be created at this path.
         NotADirectoryError: ``run_dir`` is a file.
     """
 
     def __init__(self, run_dir: str | Path | None, replica_id: str | int) -> None:
+        self.replica_id = str(replica_id)
         self._folder = None if run_dir is None else Path(run_dir) / f"replica_{replica_id}"
         self._phase = ""
         self._status_due = 0.0

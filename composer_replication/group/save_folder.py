@@ -11,7 +11,7 @@ from composer_replication.options import DuplicateIdError
 from composer_replication.replica.json_files import open_lock
 
 LOCK = "_replica_group.lock"
-"""The lock's file. The Trainer does not upload a file whose name begins like this."""
+"""The lock's file. Hugging Face's Trainer uploads no file whose name begins with ``_``."""
 
 
 class _Lock(NamedTuple):
@@ -21,8 +21,8 @@ class _Lock(NamedTuple):
 
 
 _held: dict[Path, _Lock] = {}
-"""The folders of this process's groups. In a notebook a group may be built anew while the trainer
-that it had before is not closed."""
+"""The folders that this process has locked. In a notebook a group may be built anew while the
+trainer that it had before is not closed: it then takes over the lock."""
 
 
 def is_remote(folder: str) -> bool:
@@ -35,8 +35,8 @@ def hold(folders: Iterable[str], replica_id: str, owner: object, argument: str) 
 
     Args:
         folders: Where a group saves.
-        replica_id: The group's id. It may hold a folder again.
-        owner: Who will release them.
+        replica_id: The group's id. If it has locked a folder already, ``owner`` takes that over.
+        owner: What ``release`` will be called with.
         argument: What names the folder in a script, for the error.
 
     Raises:
@@ -55,19 +55,19 @@ def hold(folders: Iterable[str], replica_id: str, owner: object, argument: str) 
         folder.mkdir(parents=True, exist_ok=True)
         folder = folder.resolve()
         held = _held.get(folder)
-        descriptor = held.descriptor if held is not None and held.replica_id == replica_id else -1
-        if descriptor < 0:
-            try:
-                descriptor = open_lock(folder, LOCK, fix, who)
-            except ValueError as error:
-                if who in str(error):
-                    raise DuplicateIdError(str(error)) from error
-                raise
-        _held[folder] = _Lock(replica_id, owner, descriptor)
+        if held is not None and held.replica_id == replica_id:
+            _held[folder] = held._replace(owner=owner)
+            continue
+        try:
+            _held[folder] = _Lock(replica_id, owner, open_lock(folder, LOCK, fix, who))
+        except ValueError as error:
+            if who in str(error):
+                raise DuplicateIdError(str(error)) from error
+            raise
 
 
 def release(owner: object) -> None:
-    """Release what this owner holds."""
+    """Unlock the folders that were locked by ``hold`` with this owner."""
     for folder, held in [*_held.items()]:
         if held.owner is owner:
             del _held[folder]

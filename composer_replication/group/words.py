@@ -1,4 +1,4 @@
-"""Numbers for people. Imports neither torch nor Composer."""
+"""Numbers, and sentences about a run, for people. Imports neither torch nor Composer."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class LiveRun(Run):
         self._away_since: dict[str, float] = {}
         self._silent: set[str] = set()
         self._warnings: set[str] = set()
-        self._told_until: dict[str, float] = {}
+        self._looked_until: dict[str, float] = {}
         self._participants: int | None = None
         self._differed = False
 
@@ -71,16 +71,16 @@ class LiveRun(Run):
         warnings = dict.fromkeys(text for group in self.groups.values() for text in group.warnings)
         yield from (text for text in warnings if text not in self._warnings)
         self._warnings.update(warnings)
-        losses: dict[str, list[str]] = {}
+        thrown_away: dict[str, list[str]] = {}
         for name, group in self.groups.items():
-            until = self._told_until.get(name, group.began)
+            until = self._looked_until.get(name, group.began)
             new = [each for each in group.troubles if each.steps_lost and each.time > until]
             if new:
                 lost = sum(each.steps_lost for each in new)
                 text = f"{plural(lost, 'inner step')} thrown away, {new[-1].why_lost}"
-                losses.setdefault(text, []).append(name)
-            self._told_until[name] = max(until, group.newest.get("time", 0.0))
-        yield from (f"{listed_groups(names)}: {text}" for text, names in losses.items())
+                thrown_away.setdefault(text, []).append(name)
+            self._looked_until[name] = max(until, group.newest.get("time", 0.0))
+        yield from (f"{listed_groups(names)}: {text}" for text, names in thrown_away.items())
         now = time.monotonic()
         for name, group in self.groups.items():
             if group.phase == RESTARTING:
@@ -111,7 +111,7 @@ class LiveRun(Run):
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
-        return ", ".join(filter(None, (self._newest, self._fruitless, self._agreement)))
+        return ", ".join(filter(None, (self._newest, self._learned_nothing, self._agreement)))
 
     @property
     def _newest(self) -> str:
@@ -121,11 +121,8 @@ class LiveRun(Run):
         return f"outer step {self.outer_steps}: {self.participants} of {groups}"
 
     @property
-    def _fruitless(self) -> str:
-        if not self.failure:
-            return ""
-        syncs = min(group.fruitless for group in self.groups.values() if len(group))
-        return f"nothing contributed to the last {plural(syncs, 'sync')}"
+    def _learned_nothing(self) -> str:
+        return "learned nothing" if self.failure else ""
 
     @property
     def differ(self) -> bool:
@@ -150,7 +147,7 @@ class LiveRun(Run):
             "" if step == "-" else f"step {step}",
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
-            self._fruitless,
+            self._learned_nothing,
             self._agreement,
             *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
         ]

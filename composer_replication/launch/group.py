@@ -54,7 +54,7 @@ class Trouble(NamedTuple):
         time: When it was over.
         text: What has happened; empty if nothing was unusual.
         steps_lost: How many inner steps the group has thrown away.
-        why_lost: Why; empty if it has not.
+        why_lost: Why it has thrown them away; empty if it has not.
     """
 
     time: float
@@ -63,8 +63,8 @@ class Trouble(NamedTuple):
     why_lost: str
 
     @classmethod
-    def of(cls, line: Mapping[str, Any], at: float) -> Trouble:
-        """Read a line of ``events.jsonl``."""
+    def of(cls, line: Mapping[str, Any]) -> Trouble:
+        """Find what was unusual about the sync of an event in ``events.jsonl``."""
         retries, lost = int(line.get("diloco/retries", 0)), int(line.get("diloco/steps_lost", 0))
         is_finite = math.isfinite(line.get("diloco/pseudo_gradient_norm", 0.0))
         healed = "loaded the state of the others" if line.get("diloco/healed") else ""
@@ -77,7 +77,7 @@ class Trouble(NamedTuple):
         ]
         text = ", ".join(filter(None, parts))
         step = int(line.get(OUTER_STEP, 0))
-        return cls(at, text and f"outer step {step}: {text}", lost, why)
+        return cls(line.get("time", 0.0), text and f"outer step {step}: {text}", lost, why)
 
 
 class Group:
@@ -189,7 +189,7 @@ class Group:
         if line.get("diloco/contribution", 1.0):
             self.contributed_at = at
         self.fruitless = 0 if line.get("diloco/total_contribution", 1.0) else self.fruitless + 1
-        trouble = Trouble.of(line, at)
+        trouble = Trouble.of(line)
         self.steps_lost += trouble.steps_lost
         if trouble.text:
             self.troubles.append(trouble)

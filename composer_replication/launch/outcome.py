@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,17 @@ from composer_replication.coordinator.page import (
     write_report_html,
 )
 from composer_replication.diloco.fence import fence
-from composer_replication.group import run_folder
 from composer_replication.group.checkpoint_files import newest_whole
-from composer_replication.group.run_folder import EVENTS, SAVED, START, log_path
+from composer_replication.group.run_folder import (
+    CONFIG,
+    EVALUATION,
+    EVENTS,
+    RESUME,
+    SAVED,
+    START,
+    SUMMARY,
+    log_path,
+)
 from composer_replication.group.words import format_duration, listed_groups
 from composer_replication.launch.group import (
     FINISHED,
@@ -143,19 +151,19 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
     starts = [group.others[START][-1] for group in run.groups.values() if group.others[START]]
     saved = list(filter(None, map(_saved_by, run.groups.values())))
     if not saved:
-        how = {start["to_save"]: None for start in starts if start.get("to_save")}
-        fix = " or ".join(how) or "a save_folder and save_interval"
+        to_save = dict.fromkeys(start["to_save"] for start in starts if start.get("to_save"))
+        fix = " or ".join(to_save) or "a save_folder and save_interval"
         print(f"No checkpoint was saved. For a run that can go on: {fix}")
         return
     print(f"Saved: {', '.join(dict.fromkeys(saved))}")
     print(f"To go on: {shlex.join(['composer-replication', *_going_on(run_dir, argv)])}")
-    how = {start["to_load"]: None for start in starts if start.get("to_load")}
-    if "--" in argv and how:
-        print(f"The script itself has to {' or '.join(how)}")
+    to_load = dict.fromkeys(start["to_load"] for start in starts if start.get("to_load"))
+    if "--" in argv and to_load:
+        print(f"The script itself has to {' or '.join(to_load)}")
 
 
 def _saved_by(group: Group) -> str:
-    """Where a group's newest checkpoint is; empty if it has saved none."""
+    """Say where a group's newest checkpoint is; empty if it has saved none."""
     start = group.others[START][-1] if group.others[START] else {}
     newest = newest_whole(start.get("checkpoints") or "")
     remote = [folder for folder in start.get("saves_to") or () if "://" in folder]
@@ -167,21 +175,16 @@ def _saved_by(group: Group) -> str:
 
 def _going_on(run_dir: Path, argv: Sequence[str]) -> list[str]:
     """The arguments with which a run goes on in its folder, given those that began it."""
-    is_own = "--" in argv
-    at = argv.index("--") if is_own else len(argv)
-    before, old = [], ("run_dir=", "--run-dir=", "autoresume=")
-    words = iter(argv[:at])
-    for word in words:
-        if word == "--run-dir":
-            next(words, None)
-        elif word != "--resume" and not word.startswith(old):
-            before.append(word)
-    own = (
-        ["--resume", f"--run-dir={run_dir}"]
-        if is_own
-        else ["autoresume=true", f"run_dir={run_dir}"]
-    )
-    return [*before, *own, *argv[at:]]
+    at = argv.index("--") if "--" in argv else len(argv)
+    old = ("run_dir=", "--run-dir", "autoresume=", "--resume")
+    kept = [
+        word
+        for before, word in pairwise(["", *argv[:at]])
+        if before != "--run-dir" and not word.startswith(old)
+    ]
+    if "--" in argv:
+        return [*kept, "--resume", f"--run-dir={run_dir}", *argv[at:]]
+    return [*kept, "autoresume=true", f"run_dir={run_dir}"]
 
 
 def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Supervisor) -> None:
@@ -249,13 +252,9 @@ class RunRecord:
 
     Args:
         run_dir: The run's folder.
-
-    Attributes:
-        run_dir: The same.
     """
 
     def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
         self._run = Run(run_dir)
         self._lock = threading.Lock()
 
@@ -287,7 +286,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     if agreement is not None:
         record["agreement"] = agreement
     # All groups evaluate the same global parameters.
-    longest = max((group.others[run_folder.EVALUATION] for group in groups.values()), key=len)
+    longest = max((group.others[EVALUATION] for group in groups.values()), key=len)
     record["evaluations"] = [{"batch": e["batch"], "eval": e["eval"]} for e in longest[-50:]]
     events = sorted(chain.from_iterable(map(_events_of, groups.values())))
     record["result"] = [[*row] for row in result_of(run)]
@@ -296,7 +295,7 @@ def _record_of(run: Run) -> dict[str, Any]:
 
 
 def _shown_of(group: Group) -> dict[str, Any]:
-    """A group's columns, where it sends no heartbeats: a plain loop's."""
+    """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
     is_alive = group.phase in ("joining", "evaluating", *TRAINING)
     return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
 
@@ -315,7 +314,7 @@ def _events_of(group: Group) -> Iterator[tuple[float, str]]:
         if start["trained_at"] is not None and start["started"] != before.get("started"):
             yield start["trained_at"], f"{name} was lost"
         yield start["joined"], f"{name} joined"
-    for line in group.others[run_folder.RESUME]:
+    for line in group.others[RESUME]:
         yield line["time"], f"{name} resumed at batch {line['batch']}"
     for line in group.errors:
         yield line["time"], f"{name} ended with an error: {line['error']}"
@@ -340,20 +339,15 @@ def write_page(run: Run) -> Path:
     """
     record = _record_of(run)
     for id, columns in record["groups"].items():
-        columns |= _ended_group(run, id)
+        phase = {"phase": FINISHED} if id in run.results else {}
+        columns |= _shown_of(run.groups[id]) | phase | {"is_alive": False}
     shown = read_json(run.run_dir / PAGE_DATA) or {"version": __version__}  # it was killed, or away
     data = with_record({"replicas": [], "events": [], **shown}, record)
     saved = {"written": time.time(), "files": _files_of(run)}
     return write_report_html(run.run_dir, data | {"outer_step": run.outer_steps, "report": saved})
 
 
-def _ended_group(run: Run, id: str) -> dict[str, Any]:
-    """A group's columns when its processes have ended."""
-    phase = {"phase": FINISHED} if id in run.results else {}
-    return _shown_of(run.groups[id]) | phase | {"is_alive": False}
-
-
 def _files_of(run: Run) -> list[str]:
     logs = (f"replica_{id}/log.txt" for id in run.groups)
-    names = (run_folder.SUMMARY, run_folder.CONFIG, *logs)
+    names = (SUMMARY, CONFIG, *logs)
     return [name for name in names if (run.run_dir / name).exists()]

@@ -15,12 +15,7 @@ from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA, agreement_of
 from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, START, SUMMARY
-from composer_replication.group.words import (
-    format_bytes,
-    listed_groups,
-    plural,
-    why_nothing_was_learned,
-)
+from composer_replication.group.words import format_bytes, listed_groups, plural
 from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import finite, read_json, replace_json
 from composer_replication.settings import DiLoCoSettings
@@ -117,21 +112,6 @@ class Run:
         return agreement_of(digests)
 
 
-def failure_of(result: Mapping[str, Any], run_dir: str | None) -> str:
-    """Return why a group's training is no success although nothing failed; empty if it is one.
-
-    Args:
-        result: Of the group.
-        run_dir: The run's folder, which has the syncs of the group's earlier processes too; None if
-            it has none.
-    """
-    if run_dir is not None:
-        group = Group(Path(run_dir) / f"replica_{result['replica_id']}")
-        group.read()
-        return group.failure
-    return why_nothing_was_learned(result["outer_steps"], result["inner_steps"], 0)
-
-
 def open_run(run_dir: str | Path) -> Run:
     """Read a run folder.
 
@@ -175,10 +155,13 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
     summary = {
         "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
         "replicas": [
-            {"replica_id": id, **{name: result.get(name) for name in fields}}
-            | {"restarts": restarts.get(id, 0)}
-            | {"share_of_time_in_inner_steps": run.groups[id].inner_share}
-            | {"steps_lost": run.groups[id].steps_lost}
+            {
+                "replica_id": id,
+                **{name: result.get(name) for name in fields},
+                "restarts": restarts.get(id, 0),
+                "share_of_time_in_inner_steps": run.groups[id].inner_share,
+                "steps_lost": run.groups[id].steps_lost,
+            }
             for id, result in run.results.items()
         ],
         "failure": run.failure or None,
@@ -270,15 +253,12 @@ def describe(run: Run) -> list[tuple[str, str]]:
 
 def _describe_errors(run: Run) -> list[tuple[str, str]]:
     """The errors since the run was begun or continued, each once with the groups that had it."""
-    groups_of: dict[str, list[str]] = {}
+    groups_of: dict[str, dict[str, None]] = {}
     for id, group in run.groups.items():
         for error in group.errors:
             if error.get("time", 0.0) >= group.continued_at:
-                groups_of.setdefault(error["error"], []).append(id)
-    return [
-        ("error", f"{listed_groups([*dict.fromkeys(ids)])}: {text}")
-        for text, ids in groups_of.items()
-    ]
+                groups_of.setdefault(error["error"], {})[id] = None
+    return [("error", f"{listed_groups([*ids])}: {text}") for text, ids in groups_of.items()]
 
 
 def _describe_resume(resume: Mapping[str, Any]) -> str:

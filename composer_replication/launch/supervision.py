@@ -51,8 +51,8 @@ IN_THE_PROGRAM = re.compile(
     "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra|"
     "NothingToContinueFrom)Error:"
 )
-"""How errors begin that a program would raise again at its next start. The last one is of a script
-that loads no checkpoint, where no group has the run's state."""
+"""How errors begin with which a program would end at its next start too. The last one is that of a
+script that loads no checkpoint, in a run whose state no group has."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class GroupRecord:
         status: The exit status with which it ended for good; None before.
         end: The phase in which it ended for good; empty before.
         failed_starts: How often it had an error of its own before it joined.
-        error: The last of these errors, as one line of its log; empty without one.
+        error: The last of these errors, or why it has ended for good, in one line; else empty.
         deaths: The exit statuses of all its early ends.
     """
 
@@ -179,7 +179,7 @@ class Supervisor:
                 continue
             if record.due is not None:
                 self._start_again_if_due(replica_id, record)
-            elif status == 0 or (status == 1 and self._has_told_its_end(replica_id)):
+            elif status == 0 or (status == 1 and self._has_learned_nothing(replica_id)):
                 self._end(replica_id, 0, FINISHED)
             elif status is not None:
                 self._handle_death(replica_id, record, status)
@@ -204,6 +204,7 @@ class Supervisor:
         error = self.groups.last_error(replica_id)
         may_pass = was_rejected and bool(group.newest or group.others[START])
         may_pass = may_pass and not IN_THE_PROGRAM.match(error)
+        # It has left since its pseudo-gradients were not sound. If nobody's are, a restart is vain.
         if 0 < status < 128 and error.startswith("SyncError:") and (failure := self._failure):
             record.error = failure
             self._end(replica_id, 1, FAILED)
@@ -267,10 +268,10 @@ class Supervisor:
             self._group(replica_id)
         return self.run.failure
 
-    def _has_told_its_end(self, replica_id: ReplicaId) -> bool:
-        """Whether a group has trained to the end, and its exit status says that it was no success.
+    def _has_learned_nothing(self, replica_id: ReplicaId) -> bool:
+        """Whether a group has trained to the end, and was no success although nothing failed.
 
-        The whole run is judged when all groups have ended.
+        `train` then ends with status 1. It is no death: the run is judged when all have ended.
         """
         group = self._group(replica_id)
         return bool(group.result and group.failure)

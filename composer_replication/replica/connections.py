@@ -63,7 +63,7 @@ class Strangers:
             self._hosts[connection] = host
 
     def discard(self, connection: socket.socket) -> None:
-        """Forget a connection: it is closed, or no stranger's."""
+        """Forget a connection that is closed, or whose other end has proved to be a member."""
         with self._lock:
             self._hosts.pop(connection, None)
 

@@ -125,7 +125,7 @@ class SingleGroupManager(SimulatedManager):
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Empty: the log says already that the group is alone."""
+        """No groups, so that no log line names them: one says already that this one is alone."""
         return ()
 
     def should_commit(self) -> bool:

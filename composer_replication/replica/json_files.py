@@ -1,4 +1,4 @@
-"""JSON files of a run, on a disk that may be full, and after a power cut; the lock of their folder.
+"""Files of a run, on a disk that may be full, and after a power cut; the lock of their folder.
 
 Imports neither torch nor Composer.
 """
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +90,28 @@ def replace_text(path: Path, text: str, *, survives_power_cut: bool = False) -> 
     Raises:
         OSError: It cannot be written. The old content stays.
     """
+    replace_file(
+        path, lambda file: file.write(text.encode()), survives_power_cut=survives_power_cut
+    )
+
+
+def replace_file(
+    path: Path, write: Callable[[IO[bytes]], object], *, survives_power_cut: bool = False
+) -> None:
+    """Write a file that has all of its content once it has its name.
+
+    Args:
+        path: The file. Its folder is made if it is missing.
+        write: Writes the content into an open file.
+        survives_power_cut: As for ``replace_json``.
+
+    Raises:
+        OSError: It cannot be written. The old content stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}")
-    with naming(path), draft.open("w", encoding="utf-8") as file:
-        file.write(text)
+    draft = path.with_name(f".{path.name}.part")
+    with naming(path), draft.open("wb") as file:
+        write(file)
         file.flush()
         if survives_power_cut:
             os.fsync(file.fileno())

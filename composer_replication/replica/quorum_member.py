@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import Any, ClassVar
 
+from composer_replication.diloco.fence import fence
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
 from composer_replication.replica.peer_client import Notices
@@ -416,10 +417,8 @@ class Recheck:
     def _run(self) -> None:
         while self.names:
             left = {name: self._handles[name] for name in self.names}
-            try:
+            with fence("which groups answer again"):  # after an error those left count as silent
                 self.names = self._find_unreachable(left)
-            except Exception as error:  # they count as unreachable; it is tried again
-                log.debug("Cannot try %s: %s", group_names(self.names), error)
             if self._stopped.wait(self.EVERY_S):
                 return
 

@@ -141,7 +141,7 @@ class SyncAlarm:
             try:
                 is_raised = bool(self._notices.read([self._key]))
             except Exception as error:  # without this thread the group would wait for its timeout
-                log.debug("The board of the quorum's first member is gone: %s", error)
+                _log_unusable(error)
                 is_raised = True
             if is_raised:
                 self._note()
@@ -164,7 +164,7 @@ class SyncAlarm:
         try:
             self._notices.post(self._key, "raised")
         except Exception as error:
-            log.debug("The board of the quorum's first member is gone: %s", error)
+            _log_unusable(error)
 
     def age_s(self) -> float | None:
         """How long ago the alarm was raised, in seconds; None if it has not been raised.
@@ -177,3 +177,10 @@ class SyncAlarm:
     def close(self) -> None:
         """Stop reading the board: the members have another connection now."""
         self._closed.set()
+
+
+def _log_unusable(error: Exception) -> None:
+    """Log why a board cannot be used. With an ``OSError`` its member has only left or died."""
+    level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
+    what = "Cannot use the board of the quorum's first member"
+    log.log(level, "%s: %s: %s", what, type(error).__name__, error)

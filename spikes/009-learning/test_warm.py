@@ -86,7 +86,7 @@ def test_the_most_telling_trainings_come_first_and_the_hours_end(load):
     for cell in wanted[:3]:
         train(cell)
     assert list(warm.wanted(done, others)) == wanted[3:]
-    # The dearest jobs have no reference yet: it is trained at three rates, and the rest after that.
+    # The most expensive jobs have no reference yet: it is trained at three rates, then the rest.
     for cell in wanted[3:]:
         train(cell)
     rest = list(warm.wanted(done, others))

@@ -86,7 +86,7 @@ CHEAP = sorted(_BY_COST[:8], key=lambda job: job.model == "cnn")
 """The text first: the pictures' loss spreads by some percent from seed to seed."""
 
 OTHERS = sorted([*_BY_COST[8:-2], *OUTSIDE], key=lambda job: job.cost)
-DEAREST = _BY_COST[-2:]
+MOST_EXPENSIVE = _BY_COST[-2:]
 
 
 PICTURES = "cnn"
@@ -177,7 +177,7 @@ def _in_order(known: Known) -> Iterator[Cell]:
     yield from _of([*CHEAP, *OTHERS], known, [*OTHER_RATES], first)
     yield from _of([*CHEAP], known, NAMES, more)
     yield from _of([*OTHERS], known, NAMES, more)
-    yield from _of(DEAREST, known, NAMES, first)
+    yield from _of(MOST_EXPENSIVE, known, NAMES, first)
 
 
 def _of(
@@ -234,7 +234,7 @@ def report(known: Known) -> str:
     rows = ["| job | data parallel | alone | other rates | " + " | ".join(CANDIDATES) + " |"]
     rows += ["|---" * (len(CANDIDATES) + 4) + "|"]
     found: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    for job in (*ROWS, *CHEAP, *OTHERS, *DEAREST):
+    for job in (*ROWS, *CHEAP, *OTHERS, *MOST_EXPENSIVE):
         mean, bits = means(job, known), losses(job, known)
         if not mean:
             continue

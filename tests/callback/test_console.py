@@ -181,6 +181,6 @@ class Members:
         (("2:d", "3:e", "1:a"), "group 0 has left, groups 2 and 3 have joined"),
     ],
 )
-def test_a_change_is_told_from_the_members_of_two_quorums(later, news):
+def test_a_change_is_found_in_the_members_of_two_quorums(later, news):
     before = members_of(Members("0:b", "1:a"))
     assert changes(before, members_of(Members(*later))) == news

@@ -117,7 +117,7 @@ class Memory:
         return 0.9**step
 
 
-def test_what_cannot_be_handed_over_is_told_once(caplog):
+def test_what_cannot_be_handed_over_is_warned_of_once(caplog):
     with caplog.at_level(logging.WARNING, "composer_replication"):
         rates_of_two_groups(lambda sgd: LambdaLR(sgd, Memory()), JOINS_LATE)
     [warning] = [r.getMessage() for r in caplog.records if "Schedulers" in r.getMessage()]

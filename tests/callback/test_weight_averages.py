@@ -244,7 +244,7 @@ def test_a_group_that_heals_in_training_takes_them_over_too():
     assert all(are_equal(one.ema[at], weights) for at, weights in other.ema.items())
 
 
-def test_a_joiner_without_the_donor_s_algorithm_is_told(caplog):
+def test_a_joiner_without_the_donor_s_algorithm_gets_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         fit_groups(
             2, lambda group: None if group == 0 else ema(), faults=JOINS_LATE,

@@ -49,8 +49,8 @@ _TORN = _written(_OF_COMPOSER, 0.5)
 MOMENTS: Mapping[str, Mapping[str, Sequence[Moment]]] = {
     "hf": {
         "before anything": [Moment("os.mkdir", _OF_HF)],
-        "in diloco.pt": [_written(f"{_OF_HF}/diloco.pt.part", 0.5)],
-        "before diloco.pt has its name": [Moment("os.rename", f"{_OF_HF}/diloco.pt.part")],
+        "in diloco.pt": [_written(f"{_OF_HF}/.diloco.pt.part", 0.5)],
+        "before diloco.pt has its name": [Moment("os.rename", f"{_OF_HF}/.diloco.pt.part")],
         "at the model's first byte": [_written(f"{_OF_HF}/model.safetensors", 0.0)],
         "in the model": [_written(f"{_OF_HF}/model.safetensors", 0.5)],
         "after the model": [_written(f"{_OF_HF}/model.safetensors")],

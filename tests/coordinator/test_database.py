@@ -106,7 +106,7 @@ def test_a_folder_without_room_for_a_file_is_a_storage_error(tmp_path, folder):
         Database(tmp_path / folder / "x.db")
 
 
-def test_a_second_writer_is_told_of(database, path, monkeypatch):
+def test_a_second_writer_is_reported(database, path, monkeypatch):
     monkeypatch.setattr("composer_replication.coordinator.database.BUSY_TIMEOUT_S", 0.01)
     with (
         closing(Database(path)) as second,

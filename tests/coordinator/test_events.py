@@ -61,7 +61,7 @@ def tell(history, group, step, digest):
     history.add(group, {"digest_step": step, "global_digest": digest})
 
 
-def test_digests_are_compared_at_the_newest_outer_step_that_several_groups_have_told(history):
+def test_digests_are_compared_at_the_newest_outer_step_that_several_groups_have_reported(history):
     assert history.agreement() is None
     tell(history, "0", 10, "aa")
     assert history.agreement() is None

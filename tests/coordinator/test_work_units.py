@@ -2,7 +2,7 @@
 
 Run: pytest tests/coordinator/test_work_units.py. In one process, a file of SQLite in a temporary
 folder. Which samples are leased, done and available, after all calls in any order, is in
-test_work_units_in_any_order.py; what groups are told, in test_api.py.
+test_work_units_in_any_order.py; the answers to groups, in test_api.py.
 """
 
 import threading
@@ -39,7 +39,7 @@ def test_a_name_is_of_one_stream_which_is_of_one_group(units, a, b):
     expected = [(a, "replica of a", "session of a"), (b, "replica of b", "session of b")]
     assert open_ones(units) == expected
     units.close(a)
-    assert open_stream(units, "a") == a, "it is told, and is still closed"
+    assert open_stream(units, "a") == a, "it gets the same answer, and is still closed"
     assert open_ones(units) == expected[1:]
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_stream_is_as_if_it_were_not_there(units, a, b, database, capl
     assert counts(units)[0] == 0
 
 
-def test_damaged_epochs_and_datasets_are_told(units, a, database):
+def test_damaged_epochs_and_datasets_are_reported(units, a, database):
     units.lease(a, 0, 0)
     with database.transaction() as cursor:
         cursor.execute("UPDATE epochs SET done = 'x'")

@@ -117,7 +117,7 @@ def test_a_group_that_contributes_nothing_is_in_none_of_them():
         assert cosines(report) == cosines(other) == near(values, 1e-5)
 
 
-def test_what_cannot_be_told_is_left_out_of_the_metrics():
+def test_a_direction_that_is_not_known_is_left_out_of_the_metrics():
     ((one, two),) = train_by(drawn(1, rounds=2))
     assert cosines(one) == [None] * 3
     assert cosines(two)[0] is not None and cosines(two)[1:] == [None] * 2

@@ -189,7 +189,7 @@ def heal_together(rank, world):
 
 
 def ask_alone(rank, world):
-    """A rank that asks for global parameters alone is told so, and the others go on."""
+    """A rank that asks for global parameters alone gets an error, and the others go on."""
     shards.TIMEOUT = timedelta(seconds=1)
 
     def replica(group):

@@ -18,7 +18,6 @@ from composer_replication.group.checkpoint_files import (
     problem_of,
     set_aside,
     whole_of,
-    write_whole,
 )
 
 
@@ -117,16 +116,3 @@ def test_the_newest_is_by_number_and_a_torn_one_is_set_aside_for_the_one_before(
     torn = {tmp_path / "checkpoint-10": "is of another group"}
     assert "begins with" not in set_aside(torn, None, renames=False)
     assert (tmp_path / "checkpoint-10").exists()
-
-
-def test_a_file_has_its_name_only_with_all_of_its_content(tmp_path):
-    path = tmp_path / "new" / "diloco.pt"
-    write_whole(path, lambda file: torch.save({"a": 1}, file))
-
-    def fails(file):
-        file.write(b"half")
-        raise OSError("no space left")
-
-    with pytest.raises(OSError, match="no space left"):
-        write_whole(path, fails)
-    assert torch.load(path) == {"a": 1}

@@ -57,6 +57,20 @@ def test_a_loop_that_loads_its_state_goes_on_and_one_that_does_not_is_refused(fo
     assert [event["batch"] for event in events_of(folder, "resume")] == [4]
 
 
+def test_a_loop_in_two_parts_goes_on_with_what_it_holds(folder):
+    model, manager = TinyMLP(0), make_manager(num_replicas=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    diloco = DiLoCo(manager, model, optimizer, sync_every=2)
+    for part in range(2):
+        with diloco:
+            for number in range(4):
+                optimizer.zero_grad()
+                mse(model, *batch(part, number)).backward()
+                optimizer.step()
+    assert [sync["diloco/outer_step"] for sync in syncs_of(folder)] == [1, 2, 3, 4]
+    assert not events_of(folder, "resume")
+
+
 def test_an_error_in_the_loop_is_written(folder):
     with pytest.raises(KeyError):
         train(4, fails=True)

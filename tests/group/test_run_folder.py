@@ -79,7 +79,7 @@ def test_without_a_run_dir_nothing_is_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_run_folder_is_named_after_the_config_unless_told(tmp_path, monkeypatch):
+def test_the_run_folder_is_named_after_the_config_unless_it_has_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     named = make_run_folder({}, "configs/tiny.yaml")
     assert named.parent == tmp_path / "runs" and named.name.startswith("tiny-20")

@@ -176,7 +176,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
     assert "equal in 2 groups after 2 outer steps: abababab" in said
     # Two syncs of 4000 bytes; data parallel sends as much in each of 20 inner steps.
     assert "8 kB in 2 syncs; data parallel: 80 kB in 20 inner steps (10 times as much)" in said
-    # Every group was told its place.
+    # Every group knows its number, and where the others are.
     for replica_id in "01":
         environ = json.loads((run_dir / f"replica_{replica_id}" / "environ.json").read_text())
         assert environ["REPLICA_GROUP_ID"] == replica_id

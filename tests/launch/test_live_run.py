@@ -107,6 +107,13 @@ def test_before_the_first_sync_there_is_nothing_to_say(tmp_path):
     assert (groups.overview, groups.participants, groups.status_line) == ("", None, "starting")
 
 
+def test_a_run_that_was_never_synced_says_that_it_learned_nothing(tmp_path):
+    end = {"inner_steps": 40, "outer_steps": 0, "global_digest": "ab" * 32}
+    write_events(tmp_path / "replica_0", "end", end)
+    run = run_of(tmp_path, 1)
+    assert run.overview == "learned nothing" and run.status_line == "learned nothing"
+
+
 def test_one_line_has_the_run_and_no_line_is_longer_for_more_groups(tmp_path):
     two = recorded(tmp_path / "two", 2).status_line
     assert two == (

@@ -58,7 +58,7 @@ def test_an_error_stands_beside_its_group_until_that_starts_again(run_dir):
     assert RunRecord(run_dir)()["groups"]["1"]["error"] == "KeyError: 3"
 
 
-def test_parameters_that_differ_are_told(run_dir):
+def test_parameters_that_differ_are_shown(run_dir):
     other = recorded_run.sync(2, 30) | {"diloco/global_digest": "ff" * 32}
     path = run_dir / "replica_2" / "events.jsonl"
     path.write_text(path.read_text().replace("1e" * 32, "ff" * 32))

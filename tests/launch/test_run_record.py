@@ -1,4 +1,4 @@
-"""What is read from a run folder, and told. Run: pytest tests/launch/test_run_record.py."""
+"""What is read from a run folder, and printed. Run: pytest tests/launch/test_run_record.py."""
 
 import dataclasses
 import json
@@ -127,7 +127,7 @@ def test_a_run_is_read_as_plain_values(tmp_path):
     assert run.evaluations == [{"replica_id": "0", "time": 3.0, "batch": 40, **BITS}]
 
 
-def test_what_the_record_of_samples_lacks_is_told(tmp_path):
+def test_what_the_record_of_samples_lacks_is_printed(tmp_path):
     run = open_run(write_run(tmp_path))
     assert "samples" not in dict(describe(run)) and write_summary(run, {})["samples_gap"] is None
     gap = {"outer_step": 6, "samples": 312}
@@ -168,7 +168,7 @@ def test_an_end_of_before_is_not_that_of_a_run_that_is_continued(tmp_path):
     assert open_run(tmp_path).results == {"0": end}
 
 
-def test_errors_and_rejections_are_told(tmp_path):
+def test_errors_and_rejections_are_printed(tmp_path):
     write_run(tmp_path)
     write_events(tmp_path / "replica_0", "rejection", {"error": "sync_every=3"})
     write_events(tmp_path / "replica_1", "error", {"error": "ValueError: no"})

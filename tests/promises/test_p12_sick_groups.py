@@ -200,7 +200,7 @@ def test_sick_in_one_inner_step_costs_one_contribution_whatever_the_fragments(de
 
 
 @pytest.mark.parametrize("announces", [True, False])
-def test_steps_that_the_runs_last_sync_throws_away_are_told(announces):
+def test_steps_that_the_runs_last_sync_throws_away_are_reported(announces):
     def replica(group):
         group.step(-0.5, -0.5, math.nan)
         if announces:

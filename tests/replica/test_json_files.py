@@ -3,11 +3,13 @@
 Real: files in ``tmp_path``, and a disk that is full: no file may grow beyond ``RLIMIT_FSIZE``.
 """
 
+import errno
 import json
 import logging
 import os
 
 import pytest
+import torch
 from failing_disk import no_file_above
 
 from composer_replication.replica import json_files
@@ -16,6 +18,7 @@ from composer_replication.replica.json_files import (
     JsonLineWriter,
     read_json,
     read_last_line,
+    replace_file,
     replace_json,
 )
 
@@ -123,6 +126,19 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     with no_file_above(10), pytest.raises(OSError, match="too large"):
         replace_json(path, {"a": "x" * 100})
     assert read_json(path) == {"a": 1}
+
+
+def test_a_file_has_its_name_only_with_all_of_its_content(tmp_path):
+    path = tmp_path / "new" / "diloco.pt"
+    replace_file(path, lambda file: torch.save({"a": 1}, file))
+
+    def fails(file):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        replace_file(path, fails)
+    assert torch.load(path) == {"a": 1}
 
 
 def test_what_has_to_survive_a_power_cut_is_on_the_disk_before_it_gets_its_name(

@@ -43,7 +43,7 @@ def test_the_backends_are_torchft_s_but_for_gloo_and_others_are_refused():
         make_process_group("mpi", timeout=10.0)
 
 
-def test_peers_are_told_the_host_it_was_given_or_else_this_machine_s_name(monkeypatch):
+def test_peers_get_the_host_it_was_given_or_else_this_machine_s_name(monkeypatch):
     handle = json.loads(make_process_group("gloo", 10.0).get_reconfigure_handle())
     assert handle["store"].startswith(f"{socket.gethostname()}:")
     # torchft tells socket.gethostname() for the store, whatever Manager(hostname=) says.

@@ -167,7 +167,7 @@ def test_the_first_to_ask_a_restarted_lighthouse_waits_for_the_others_however_of
     assert not groups.waited_for_by("a") and not groups.waited_for_by("b")
 
 
-def test_those_to_whom_the_new_ids_look_like_growth_are_told_by_the_others():
+def test_those_to_whom_the_new_ids_look_like_growth_hear_of_it_from_the_others():
     groups = Groups("abc")
     groups.quorum(1, "abc")
     assert groups.quorum(1, "a") == "declined"
@@ -324,7 +324,7 @@ def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, c
     assert groups.quorum(3, "abc") == "kept"
 
 
-def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeypatch):
+def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeypatch, caplog):
     answers = iter([RuntimeError("can't start new thread"), ("c:1",), ()])
 
     def find_unreachable(handles):
@@ -334,8 +334,10 @@ def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeyp
         return answer
 
     monkeypatch.setattr(Recheck, "EVERY_S", 0.01)
+    monkeypatch.setattr("composer_replication.diloco.fence._logged", set())
     recheck = Recheck({"c:1": {}}, find_unreachable)
     wait_until(lambda: not recheck.names)
+    assert "RuntimeError: can't start new thread" in caplog.text
 
 
 def test_nobody_waits_for_a_member_that_is_left_out_and_asks_late():
@@ -425,7 +427,7 @@ def test_somebody_who_asks_in_this_groups_name_gives_no_quorum():
 # ---- settings ------------------------------------------------------------------------------------
 
 
-def test_tensors_are_told_while_a_group_joins():
+def test_tensors_are_reported_while_a_group_joins():
     member = member_of("a")
     member.own.settings = {"model": "m", "tensors": {"weight": "(2,)"}}
     assert "(2,)" in member.add_report(HANDLE, 1)

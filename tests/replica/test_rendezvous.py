@@ -130,8 +130,9 @@ class OddNotices:
         raise TypeError("a number is not iterable")
 
 
-def test_an_odd_answer_of_the_board_is_an_alarm_too():
+def test_an_odd_answer_of_the_board_is_an_alarm_too_and_is_logged(caplog):
     wait_until_raised(SyncAlarm(OddNotices(), 1))
+    assert "first member: TypeError: a number is not iterable" in caplog.text
 
 
 def hung_work():

@@ -72,10 +72,15 @@ class Watch:
         if self._left == -1:
             self._act(path)
 
-    def tells(self, function: Callable[..., Any], at: int) -> Callable[..., Any]:
-        """The function, which writes the file that is its argument number ``at``."""
+    def sees_writes(self, function: Callable[..., Any], at: int) -> Callable[..., Any]:
+        """Wrap a function, so that each file that it has written is seen here.
 
-        def told(*arguments: Any, **named: Any) -> Any:
+        Args:
+            function: Writes a file.
+            at: Which of its arguments is that file.
+        """
+
+        def writes(*arguments: Any, **named: Any) -> Any:
             result = function(*arguments, **named)
             target = [*arguments, *named.values()][at]
             if hasattr(target, "flush"):
@@ -85,7 +90,7 @@ class Watch:
                 self.happens("written", os.fspath(path))
             return result
 
-        return told
+        return writes
 
 
 def prepare() -> None:
@@ -112,14 +117,14 @@ def prepare() -> None:
     death = Watch(moment, die)
     import torch
 
-    torch.save = death.tells(torch.save, 1)
+    torch.save = death.sees_writes(torch.save, 1)
     if find_spec("transformers") is not None:
         import safetensors.torch
 
-        safetensors.torch.save_file = death.tells(safetensors.torch.save_file, 1)
+        safetensors.torch.save_file = death.sees_writes(safetensors.torch.save_file, 1)
         from transformers import TrainerState
 
-        TrainerState.save_to_json = death.tells(TrainerState.save_to_json, 1)
+        TrainerState.save_to_json = death.sees_writes(TrainerState.save_to_json, 1)
     sys.addaudithook(death.audit)
 
 
