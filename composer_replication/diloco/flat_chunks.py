@@ -54,6 +54,24 @@ class Chunk(NamedTuple):
     def place(self) -> slice:
         return self.pieces.place
 
+    def pairs(self, tensors: Sequence[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
+        views, parts = [], []
+        for view, (index, part) in zip(
+            flat.split(self.pieces.sizes), self.pieces.parts, strict=True
+        ):
+            tensor = tensors[index]
+            if part is not None:
+                tensor = tensor.reshape(-1)[part]
+            elif tensor.dim() != 1:
+                if tensor.is_contiguous():
+                    tensor = tensor.view(-1)
+                else:
+                    view = view.view(tensor.shape)
+            views.append(view)
+            parts.append(tensor)
+        return views, parts
+
 
 class Layout:
     """The order of a fragment's tensors in flat fp32 buffers: this rank's share, or all of them.
@@ -93,6 +111,7 @@ class Layout:
         kinds = ((t.dtype, share.copies[i], i < count) for i, t in enumerate(tensors))
         self._kinds = [*kinds]
         self.are_parameters = torch.arange(len(tensors)) < count
+        self._pieces: dict[tuple[int, int], Pieces] = {}
         self._limit = _limit(tensors, rests_elsewhere)
         self._scattered = self._find_scattered(tensors)
         self.chunks = self._cut()
@@ -141,6 +160,12 @@ class Layout:
 
     def pieces(self, place: slice) -> Pieces:
         """Return which parts of tensors are in a slice of a flat buffer; without its padding."""
+        key = place.start, place.stop
+        if key not in self._pieces:
+            self._pieces[key] = self._find_pieces(place)
+        return self._pieces[key]
+
+    def _find_pieces(self, place: slice) -> Pieces:
         sizes, parts = list[int](), list[tuple[int, slice | None]]()
         index = max(0, bisect_right(self._firsts, place.start) - 1)
         while index < len(self.sizes) and self._firsts[index] < place.stop:
@@ -156,26 +181,15 @@ class Layout:
 
     # ---- between the model's tensors and a flat buffer -------------------------------------------
 
-    def read(self, chunk: Chunk, tensors: Sequence[Tensor], into: Tensor) -> Tensor:
-        """Return a chunk of the model's tensors in fp32: a copy, unless it is part of one tensor.
+    def read(self, chunk: Chunk, tensors: Sequence[Tensor], into: Tensor) -> None:
+        """Copy a chunk of the model's tensors.
 
         Args:
             chunk: The chunk.
             tensors: The tensors, of any dtype and device.
-            into: 1-D fp32, of the chunk's size: memory for the copy.
+            into: 1-D fp32, of the chunk's size.
         """
-        views, parts = _pairs(chunk, tensors, into)
-        if len(parts) == 1 and (parts[0].dtype, parts[0].device) == (into.dtype, into.device):
-            return parts[0].reshape(-1)
-        _foreach_copy_(views, parts)
-        return into
-
-    def clear(self, chunk: Chunk, values: Tensor, tensors: Collection[int]) -> None:
-        """Set a chunk of a flat buffer to 0, where it has one of these tensors."""
-        views = zip(chunk.pieces.parts, values.split(chunk.pieces.sizes), strict=True)
-        for (index, _), view in views:
-            if index in tensors:
-                view.zero_()
+        _foreach_copy_(*chunk.pairs(tensors, into))
 
     def write(
         self,
@@ -196,11 +210,12 @@ class Layout:
             unmixed: The tensors that get the values whatever ``alpha`` is, by index.
             scratch: Memory like ``values`` that may be overwritten.
         """
-        views, parts = _pairs(chunk, tensors, values)
+        views, parts = chunk.pairs(tensors, values)
         if alpha:
             mixed = torch.empty_like(values) if scratch is None else scratch
-            torch.lerp(values, self.read(chunk, tensors, mixed), alpha, out=mixed)
-            of_mixed, _ = _pairs(chunk, tensors, mixed)
+            self.read(chunk, tensors, mixed)
+            torch.lerp(values, mixed, alpha, out=mixed)
+            of_mixed, _ = chunk.pairs(tensors, mixed)
             triples = zip(chunk.pieces.parts, views, of_mixed, strict=True)
             views = [view if index in unmixed else mix for (index, _), view, mix in triples]
         # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
@@ -216,24 +231,6 @@ def _limit(tensors: Sequence[Tensor], rests_elsewhere: bool) -> int:
     if not scratch:
         return max(1, sum(t.numel() for t in tensors))
     return SCRATCH // scratch // ALIGNMENT * ALIGNMENT
-
-
-def _pairs(
-    chunk: Chunk, tensors: Sequence[Tensor], flat: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Views of a flat buffer, and for each the part of a tensor of the same shape."""
-    views, parts = [], []
-    for view, (index, part) in zip(flat.split(chunk.pieces.sizes), chunk.pieces.parts, strict=True):
-        tensor = tensors[index]
-        if part is not None:
-            tensor = tensor.reshape(-1)[part]
-        elif tensor.is_contiguous():
-            tensor = tensor.view(-1)
-        else:
-            view = view.view(tensor.shape)
-        views.append(view)
-        parts.append(tensor)
-    return views, parts
 
 
 class Squares:

@@ -252,9 +252,20 @@ class GlobalParameters:
 
         def write(chunk: Chunk, values: Tensor) -> None:
             theta = self._lent(own, chunk.place).to(chunk.dtype)
-            pseudo_gradient(theta, self.layout.read(chunk, local, values), values)
-            if odd:
-                self.layout.clear(chunk, values, odd)
+            views, parts = chunk.pairs(local, values)
+            if values.device.type == "cpu" and chunk.dtype == torch.float32:
+                # A pass over memory less than where they are gathered first.
+                owns = theta.split(chunk.pieces.sizes)
+                for own_part, part, view in zip(owns, parts, views, strict=True):
+                    is_scattered = part.dim() > 1
+                    part_of_theta = own_part.view(part.shape) if is_scattered else own_part
+                    pseudo_gradient(part_of_theta, part, view)
+            else:
+                self.layout.read(chunk, local, values)
+                pseudo_gradient(theta, values, values)
+            for (index, _), view in zip(chunk.pieces.parts, views, strict=True) if odd else ():
+                if index in odd:
+                    view.zero_()
 
         mean.pack(write, weight)
 

@@ -151,8 +151,8 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
         if not chunk.is_parameter:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()
-        elif (found := layout.read(chunk, local, values)) is not values:
-            values.copy_(found)
+        else:
+            layout.read(chunk, local, values)
 
     mean.pack(write, weight, asks_ranks=False)
     if weight and not mean.is_finite:
