@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,7 +104,6 @@ class GlobalParameters:
         """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
         """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
-        self._buffers = frozenset(averaged)
         self.averaged_buffers = range(len(parameters), len(self.local))
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -213,8 +213,8 @@ class GlobalParameters:
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
-        parameters = enumerate(self.local.items())
-        return [i for i, (name, t) in parameters if not (t.requires_grad or name in self._buffers)]
+        parameters = [*self.local.values()][: self.averaged_buffers.start]
+        return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
 
     # Global parameters that rest in host memory are computed with on the model's device.
 
@@ -310,10 +310,10 @@ class GlobalParameters:
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank averages."""
-        local = self.share.own(map(local_tensor, self.local.values()))
+        pairs = zip(self.own_parts(), self.share.own(self._local()), strict=True)
         return any(
-            name not in self._buffers and not torch.equal(own, theta.to(own.device, own.dtype))
-            for name, theta, own in zip(self.theta, self.own_parts(), local, strict=True)
+            not torch.equal(own, theta.to(own.device, own.dtype))
+            for theta, own in islice(pairs, self.averaged_buffers.start)
         )
 
     # ---- by name, and by rank --------------------------------------------------------------------
@@ -405,8 +405,7 @@ class GlobalParameters:
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
-        names = self._buffers | self.copied.live.keys()
-        self.share.level([t for name, t in self.local_tensors.items() if name in names])
+        self.share.level([*self.local_tensors.values()][self.averaged_buffers.start :])
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""

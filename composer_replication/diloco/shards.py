@@ -11,15 +11,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-
-Sum = TypeVar("Sum", Tensor, float)
 
 BUCKET = 2**24
 """Largest number of elements in a message: 64 MiB of fp32. It never changes a result."""
@@ -84,6 +81,7 @@ class Shards:
             padding.
         start: Where this rank's share begins in it.
         stop: Where it ends.
+        copies: How many ranks hold the same elements of each tensor.
         bucket: Largest number of elements in a message.
 
     Raises:
@@ -146,16 +144,6 @@ class Shards:
         """Where this rank's part of one tensor begins in it."""
         return self._parts[index].start
 
-    def own_part(self, total: Sum, index: int) -> Sum:
-        """This rank's part of a sum over elements, divided by the ranks that hold the same shard.
-
-        Args:
-            total: The sum over what this rank has of a tensor, such as that of squares.
-            index: The index of the tensor.
-        """
-        copies = self.copies[index]
-        return total if copies == 1 else total / copies
-
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group."""
         if self._ranks is None:
@@ -165,7 +153,7 @@ class Shards:
         return total
 
     def norms(self, own: Sequence[float]) -> list[float]:
-        """L2 norms over what all ranks have, given those of ``own_part`` of this rank's."""
+        """L2 norms over what all ranks have, given this rank's part of each."""
         return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
 
     @torch.no_grad()
