@@ -252,9 +252,13 @@ class RunRecord:
 
     Args:
         run_dir: The run's folder.
+
+    Attributes:
+        run_dir: The same.
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
         self._run = Run(run_dir)
         self._lock = threading.Lock()
 
