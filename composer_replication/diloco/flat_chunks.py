@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +33,11 @@ class Pieces(NamedTuple):
     place: slice
     sizes: list[int]
     parts: list[tuple[int, slice | None]]
+
+    @property
+    def indices(self) -> list[int]:
+        """The index of each part's tensor."""
+        return [index for index, _ in self.parts]
 
 
 class Chunk(NamedTuple):
@@ -216,8 +221,8 @@ class Layout:
             self.read(chunk, tensors, mixed)
             torch.lerp(values, mixed, alpha, out=mixed)
             of_mixed, _ = chunk.pairs(tensors, mixed)
-            triples = zip(chunk.pieces.parts, views, of_mixed, strict=True)
-            views = [view if index in unmixed else mix for (index, _), view, mix in triples]
+            triples = zip(chunk.pieces.indices, views, of_mixed, strict=True)
+            views = [view if index in unmixed else mix for index, view, mix in triples]
         # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
         _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
 
@@ -245,23 +250,18 @@ class Squares:
         self._indices: list[int] = []
         self._found: list[Tensor] = []
 
-    def add(self, flat: Tensor, pieces: Pieces) -> None:
-        """Add the pieces of a slice of the buffer. It does not wait for an accelerator.
+    def add(self, parts: list[Tensor] | tuple[Tensor, ...], indices: list[int]) -> None:
+        """Add parts of tensors. It does not wait for an accelerator.
 
         Args:
-            flat: 1-D fp32, the slice.
-            pieces: What is in it.
+            parts: 1-D fp32, on one device.
+            indices: The tensor of each part.
         """
-        views = flat.split(pieces.sizes) if pieces.sizes else ()
-        self._indices += (index for index, _ in pieces.parts)
-        if flat.device.type == "cpu":
-            self._found += (torch.dot(view, view) for view in views)  # in half the time of a norm
-        elif views:
-            self._found += _foreach_norm(views)
-
-    def add_one(self, flat: Tensor, index: int) -> None:
-        """Add all elements of a 1-D fp32 tensor to the tensor with this index."""
-        self.add(flat, Pieces(slice(0, flat.numel()), [flat.numel()], [(index, None)]))
+        self._indices += indices
+        if parts and parts[0].device.type != "cpu":
+            self._found += _foreach_norm(parts)
+        else:
+            self._found += (torch.dot(part, part) for part in parts)  # in half the time of a norm
 
     def by_tensor(self) -> Tensor:
         """Return them: 1-D float64 on the CPU. It waits for an accelerator once."""
@@ -280,8 +280,3 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     copies = [*map(torch.empty_like, tensors)]
     _foreach_copy_(copies, [*tensors])
     return copies
-
-
-def places(size: int, step: int) -> Iterator[slice]:
-    """Slices of at most ``step`` elements that make up ``size``."""
-    return (slice(start, min(size, start + step)) for start in range(0, size, step))

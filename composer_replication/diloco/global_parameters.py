@@ -163,7 +163,7 @@ class GlobalParameters:
             else:
                 momentum = self._lent(self.momentum, chunk.place)
                 step.move(theta, total, momentum)
-                momentum_squares.add_one(momentum, index)
+                momentum_squares.add([momentum], [index])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
@@ -180,7 +180,7 @@ class GlobalParameters:
         for index, (theta, delta) in enumerate(
             zip(self.theta.values(), mean.unpack(), strict=True)
         ):
-            squares.add_one(delta, index)
+            squares.add([delta], [index])
             delta = delta.view(theta.shape).to(theta.device)
             if index in self.averaged_buffers:
                 theta.sub_(delta)
@@ -263,7 +263,7 @@ class GlobalParameters:
             else:
                 self.layout.read(chunk, local, values)
                 pseudo_gradient(theta, values, values)
-            for (index, _), view in zip(chunk.pieces.parts, views, strict=True) if odd else ():
+            for index, view in zip(chunk.pieces.indices, views, strict=True) if odd else ():
                 if index in odd:
                     view.zero_()
 
@@ -498,7 +498,7 @@ class GlobalParameters:
             for index, theta in enumerate(self.theta.values()):
                 buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
                 if buffer is not None and buffer.numel():
-                    squares.add_one(buffer.view(-1), index)
+                    squares.add([buffer.view(-1)], [index])
             copies = torch.tensor(self.shards.copies)
             self._momentum_norm = math.sqrt((squares.by_tensor() / copies).sum())
         return self._momentum_norm

@@ -37,7 +37,7 @@ def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
     places = [chunk.place for chunk in layout.chunks]
     assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
     for chunk in layout.chunks:
-        indices = [index for index, _ in chunk.pieces.parts]
+        indices = chunk.pieces.indices
         assert {values[index].dtype for index in indices} == {chunk.dtype}
         assert {index < 8 for index in indices} == {chunk.is_parameter}
         size = chunk.place.stop - chunk.place.start
@@ -78,8 +78,8 @@ def test_squares_add_up_by_tensor_however_the_buffer_is_cut():
     flat = flat_of(layout, values)
     for step in (13, 64, 1000):
         squares = Squares(len(values))
-        for place in flat_chunks.places(flat.numel() + 7, step):  # as with padding behind it
-            pieces = layout.pieces(place)
-            squares.add(flat[pieces.place], pieces)
+        for start in range(0, flat.numel() + 7, step):  # as with padding behind it
+            pieces = layout.pieces(slice(start, start + step))
+            squares.add(flat[pieces.place].split(pieces.sizes), pieces.indices)
         expected = torch.stack([t.double().square().sum() for t in values])
         assert torch.allclose(squares.by_tensor(), expected, rtol=1e-6)

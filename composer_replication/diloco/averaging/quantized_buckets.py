@@ -136,7 +136,7 @@ class QuantizedBucket:
         messages = self._means() if self.has_means else [m[WEIGHT:] for m in self._received]
         for rank, message in enumerate(messages):
             for frame in self._frames if rank != self._rank else ():  # its own is as it was sent
-                squares.add_one(self._decode(message, frame, scratch), rank)
+                squares.add([self._decode(message, frame, scratch)], [rank])
 
     def finish(self, error: Tensor | None) -> None:
         """Write the mean into ``values``, once all messages have arrived.
@@ -174,8 +174,8 @@ class QuantizedBucket:
     def _average(self, frame: Frame, own: Tensor, into: Tensor, scratch: Tensor) -> None:
         """Average a frame of what has arrived, with these values for this group's own."""
         size, is_first = own.numel(), True
-        if size < into.numel():
-            into[size:] = 0.0  # it is encoded too
+        if size < into.numel() or not any(self.weights):
+            into.zero_()  # what is not written below is encoded too
         for rank, (weight, message) in enumerate(zip(self.weights, self._received, strict=True)):
             if weight:
                 values = own

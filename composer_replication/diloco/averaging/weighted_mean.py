@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
-from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares, places
+from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import UNSEEN, Vitals
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
@@ -81,10 +81,11 @@ class WeightedMean:
         for chunk in layout.chunks:
             values = own[chunk.place]
             write(chunk, values)
-            squares.add(values, chunk.pieces)
+            parts, indices = values.split(chunk.pieces.sizes), chunk.pieces.indices
+            squares.add(parts, indices)
             self._prepare(chunk.place, values, contribution)
             if sent is not squares:
-                sent.add(values, chunk.pieces)
+                sent.add(parts, indices)
         sums = self._sums_of(squares, sent)
         norms = (share.sum(sums) if asks_ranks else sums).sqrt()
         self.norm, self.sent_norm, self.moved, elements = norms.tolist()
@@ -125,14 +126,16 @@ class WeightedMean:
         works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
         self._squares = squares = Squares(len(self.layout.sizes))
 
-        def note_arrived(message: Tensor, place: slice) -> None:
-            # Later messages are still on their way.
-            pieces = self.layout.pieces(place)
-            squares.add(message[: sum(pieces.sizes)], pieces)
+        def note_arrived(start: int) -> None:  # while later messages are on their way
+            self._add_squares(squares, slice(start, start + self.share.bucket))
 
-        of_values = self.messages[:-1]
-        parts = zip(works, of_values, places(self._own.numel(), self.share.bucket), strict=False)
-        return [*(Then(work, partial(note_arrived, *part)) for work, *part in parts), works[-1]]
+        starts = range(0, self._own.numel(), self.share.bucket)
+        pairs = zip(works, starts, strict=False)
+        return [*(Then(work, partial(note_arrived, start)) for work, start in pairs), works[-1]]
+
+    def _add_squares(self, squares: Squares, place: slice) -> None:
+        pieces = self.layout.pieces(place)
+        squares.add(self._own[pieces.place].split(pieces.sizes), pieces.indices)
 
     # What has arrived, before the vote.
 
@@ -149,8 +152,7 @@ class WeightedMean:
         if self._by_tensor is None:
             if self._squares is None:  # the sums are not those that have arrived
                 self._squares = Squares(len(self.layout.sizes))
-                own = self._own[: self.layout.num_elements]
-                self._squares.add(own, self.layout.pieces(slice(0, own.numel())))
+                self._add_squares(self._squares, slice(0, self.layout.num_elements))
             self._by_tensor = self._squares.by_tensor()
         return self._by_tensor
 

@@ -191,3 +191,15 @@ def test_a_manager_that_can_only_sum_is_refused_before_anybody_waits():
         DiLoCo(Summing(), model, inner, wire_format="int8")
     named = re.search(message, str(error.value))
     assert named is not None and callable(pkgutil.resolve_name(named[1]))
+
+
+@pytest.mark.parametrize("wire_format", ENCODED)
+@pytest.mark.parametrize("groups", [2, 3])
+def test_where_no_group_contributes_nothing_arrives(wire_format, groups):
+    def replica(sim):
+        mean = make_mean(wire_format)
+        average(sim, mean, 1)  # leaves numbers in its memory
+        assert attempt(sim.manager, mean, values_of(sim.replica_id, 2), 0.0)
+        return (mean.finish(), *mean._arrived())
+
+    assert simulate(replica, num_replicas=groups) == groups * [(0.0, 0.0, 0.0)]
