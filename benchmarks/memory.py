@@ -1,6 +1,7 @@
 """Memory that DiLoCo takes beyond the model, in bytes per parameter.
 
     python benchmarks/memory.py [--quick] [--json OUT] [--params 50e6] [--device cuda]
+                                [--backup-device cpu]
 
 Of the host, and of the device that the model is on. A model of fp32 parameters, one replica group,
 a process for each measurement; resting after two syncs, and the peak in the third. Not counted is
@@ -31,7 +32,7 @@ FLOOR = {"resting": 8.0, "peak": 12.0, "given back": 0.0, "device, peak": 0.0}
 """Global parameters and momentum; and the pseudo-gradient."""
 
 
-def measure(kind: str, params: int, device: str, out: Any) -> None:
+def measure(kind: str, params: int, device: str, backup_device: str | None, out: Any) -> None:
     """One process: bytes per parameter, resting and at the peak."""
     lighthouse = start_lighthouse()
     manager = make_manager(replica_id=0, lighthouse_addr=lighthouse.address(), token="local")
@@ -39,7 +40,7 @@ def measure(kind: str, params: int, device: str, out: Any) -> None:
     inner = Still(model.parameters())
     before = _read("status", "VmRSS")
     if kind == "ours":
-        diloco: Any = DiLoCo(manager, model, inner, sync_every=1, message_device="cpu")
+        diloco: Any = DiLoCo(manager, model, inner, sync_every=1, backup_device=backup_device)
     else:
         from torchft.local_sgd import DiLoCo as StockDiLoCo
 
@@ -85,13 +86,15 @@ def main() -> None:
     parser = command_line(__doc__, quick="20 million parameters")
     parser.add_argument("--params", type=count, default=50_000_000)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--backup-device")
     arguments = parser.parse_args()
     params = 20_000_000 if arguments.quick else arguments.params
     context = multiprocessing.get_context("spawn")
     found = {"floor": FLOOR}
     for kind in ("ours", "torchft"):
         out = context.Queue()
-        process = context.Process(target=measure, args=(kind, params, arguments.device, out))
+        of_kind = (kind, params, arguments.device, arguments.backup_device, out)
+        process = context.Process(target=measure, args=of_kind)
         process.start()
         found[kind] = out.get(timeout=300)
         process.join()

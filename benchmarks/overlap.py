@@ -87,7 +87,6 @@ def measure(
             fragment_sync_delay=delay if name == "overlapped" else 0,
             fragment_update_alpha=0.5 if name == "overlapped" else 0.0,
             num_replicas=arguments.groups,
-            message_device="cpu",
         )
         for manager, (name, training) in zip(managers, trainings.items(), strict=True)
     )

@@ -2,23 +2,24 @@
 
     python benchmarks/sync.py [--quick] [--json OUT] [--params 100e6] [--tensors 147] [--groups 2]
                               [--wire-format int8] [--device cuda] [--dtype bfloat16]
-                              [--backup-device cuda] [--backend nccl]
+                              [--backup-device cpu] [--backend nccl]
 
 Replica groups of one process each on this machine, over gloo and loopback; an inner step does
 nothing, so that what is left is the sync. In one run, taking turns, the slowest process of each
 repetition counting:
 
-* raw: one gloo allreduce of one flat preallocated fp32 tensor;
+* raw: one gloo allreduce of one flat preallocated fp32 tensor; on a GPU in buckets of 64 MiB, which
+  gloo copies through host memory beside each other;
 * copy: how fast all processes together copy memory, which says what nine passes over the
-  pseudo-gradient take; floor = raw + these;
+  pseudo-gradient take; floor = raw + these; on a GPU they take next to nothing, and floor = raw;
 * ours, and the phases of it: pack, send (until the last byte is there), outer (outer step and the
   way back into the model), and the rest (quorum, vote);
-* torchft: its own DiLoCo under a manager like ours.
+* torchft: its own DiLoCo under a manager like ours; on a GPU in buckets of 64 MiB too.
 
 ``composer-replication plan`` takes "ours, ns a parameter" as ``--host-s-per-param``, in seconds.
 
-On ``--device cuda`` the model is there and all else, messages too, in host memory. With
-``--backend nccl`` each group has a device of its own, and the messages are there.
+On ``--device cuda`` the groups share a GPU, over NCCL too. ``--backup-device cpu``: global
+parameters and momentum rest in host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.shards import BUCKET
 from composer_replication.settings import WIRE_FORMATS
 
 from composer_replication.replica.factory import make_manager  # isort: skip
@@ -90,7 +92,9 @@ def measure(
 ) -> None:
     """One replica group: every method in turn, the seconds of each repetition."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.groups))
-    manager, stock_manager = (
+    if arguments.backend == "nccl":  # it refuses two groups on one GPU of one host
+        os.environ |= {"NCCL_HOSTID": f"group-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    manager, *stock_managers = (
         make_manager(
             replica_id=rank,
             lighthouse_addr=address,
@@ -101,14 +105,12 @@ def measure(
         )
         for address in addresses
     )
-    device, message_device = arguments.device, "cpu"
-    if arguments.backend == "nccl":
-        device = message_device = f"cuda:{rank}"
-        torch.cuda.set_device(device)
-    model, stock_model = (
-        build_model(arguments.params, arguments.tensors, device, arguments.dtype) for _ in range(2)
+    device, stocks = arguments.device, stocks_of(arguments)
+    model, *stock_models = (
+        build_model(arguments.params, arguments.tensors, device, arguments.dtype)
+        for _ in range(1 + len(stocks))
     )
-    flat = torch.ones(arguments.params, device=message_device)
+    flat = torch.ones(arguments.params, device=device)
     other = torch.empty_like(flat)
     taken: dict[str, list[float]] = {}
 
@@ -121,7 +123,9 @@ def measure(
         taken.setdefault(name, []).append(time.perf_counter() - began)
 
     def raw() -> None:
-        manager._pg.allreduce([flat], ReduceOp.SUM).wait()
+        parts = [flat] if device == "cpu" else flat.split(BUCKET)
+        for work in [manager._pg.allreduce([part], ReduceOp.SUM) for part in parts]:
+            work.wait()
 
     inner, phases = Still(model.parameters()), Phases()
     ours = DiLoCo(
@@ -131,13 +135,21 @@ def measure(
         sync_every=1,
         num_replicas=arguments.groups,
         wire_format=arguments.wire_format,
-        message_device=message_device,
         backup_device=arguments.backup_device,
     )
-    stock_inner = Still(stock_model.parameters())
-    outer = torch.optim.SGD(stock_model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    stock = StockDiLoCo(stock_manager, [stock_model], stock_inner, outer, sync_every=1)
-    with ours, stock:
+    with ExitStack() as opened:
+        opened.enter_context(ours)
+        stock_inners = []
+        for stock_manager, stock_model, own in zip(
+            stock_managers, stock_models, stocks.values(), strict=True
+        ):
+            stock_inner = Still(stock_model.parameters())
+            outer = torch.optim.SGD(stock_model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            stock = StockDiLoCo(
+                stock_manager, [stock_model], stock_inner, outer, sync_every=1, **own
+            )
+            opened.enter_context(stock)
+            stock_inners.append(stock_inner)
         phases.watch(ours)
         for repetition in range(arguments.repetitions + 1):
             if repetition == 1:
@@ -151,29 +163,40 @@ def measure(
             seconds["send"] += seconds.pop("perform") - seconds["outer"]
             for phase, value in seconds.items():
                 taken.setdefault(phase, []).append(value)
-            move(stock_model, rank)
-            repeat("torchft", stock_inner.step)
-            if stock_manager.current_step() != repetition + 1:  # it would only have warned
-                raise RuntimeError(f"torchft's sync did not commit: {stock_manager.errored()}")
+            for name, stock_manager, stock_model, stock_inner in zip(
+                stocks, stock_managers, stock_models, stock_inners, strict=True
+            ):
+                move(stock_model, rank)
+                repeat(name, stock_inner.step)
+                if stock_manager.current_step() != repetition + 1:  # it would only have warned
+                    raise RuntimeError(f"torchft's sync did not commit: {stock_manager.errored()}")
             flat.fill_(1.0)
     out.put(taken)
     barrier.wait()
-    manager.shutdown()
-    stock_manager.shutdown()
+    for each in (manager, *stock_managers):
+        each.shutdown()
+
+
+def stocks_of(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """torchft's DiLoCo, in the ways in which it is measured, with their arguments."""
+    buckets = {"use_bucketization": True, "bucket_cap_mb": 64}
+    return {"torchft": {}} | ({} if arguments.device == "cpu" else {"torchft, buckets": buckets})
 
 
 @torch.no_grad()
 def move(model: nn.Module, rank: int) -> None:
     """What inner training would have done: local parameters that differ from the global ones."""
     for parameter in model.parameters():
-        parameter.mul_(1.0 - 0.001 * (rank + 1))
+        parameter.mul_(1.0 - 0.02 * (rank + 1))  # bfloat16 would round 0.999 back
 
 
 def ratios(arguments: argparse.Namespace) -> dict[str, list[float]]:
     """Each ratio in the repetitions of one run."""
-    taken = run_groups(measure, arguments, lighthouses=2)
+    stocks = stocks_of(arguments)
+    taken = run_groups(measure, arguments, lighthouses=1 + len(stocks))
     raw, ours = taken["raw"], taken["ours"]
-    floor = [each + PASSES / 2 * copy for each, copy in zip(raw, taken["copy"], strict=True)]
+    passes = PASSES / 2 if arguments.device == "cpu" else 0.0
+    floor = [each + passes * copy for each, copy in zip(raw, taken["copy"], strict=True)]
     against: dict[str, tuple[list[float], list[float]]] = {
         "ours / floor": (ours, floor),
         "ours / raw": (ours, raw),
@@ -181,9 +204,9 @@ def ratios(arguments: argparse.Namespace) -> dict[str, list[float]]:
         "pack / raw": (taken["pack"], raw),
         "outer / raw": (taken["outer"], raw),
         "floor / raw": (floor, raw),
-        "torchft / raw": (taken["torchft"], raw),
-        "torchft / ours": (taken["torchft"], ours),
     }
+    against |= {f"{name} / raw": (taken[name], raw) for name in stocks}
+    against |= {f"{name} / ours": (taken[name], ours) for name in stocks}
     rows = {name: [a / b for a, b in zip(*pair, strict=True)] for name, pair in against.items()}
     return rows | {
         "raw, ms": [1000 * seconds for seconds in raw],
@@ -201,7 +224,7 @@ def main() -> None:
     parser.add_argument("--wire-format", choices=WIRE_FORMATS, default=WIRE_FORMATS[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    parser.add_argument("--backup-device", help="of the global parameters; default: the host")
+    parser.add_argument("--backup-device", help="of the global parameters; default: the model's")
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     if arguments.quick:

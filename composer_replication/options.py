@@ -85,7 +85,9 @@ class DiLoCoOptions(WaitOptions):
             traceback of every thread in its log. A process that is busy gets five times as long,
             and one that waits for other groups gets an hour and ``timeout`` in addition.
             ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
-        backup_device: Where global parameters and outer state are stored. None: in host memory.
+        backup_device: Where global parameters and outer momentum rest between syncs, 8 bytes a
+            parameter. ``cpu`` for a model that leaves no room for them on its accelerator: a sync
+            then brings them there in parts. None: where the model is.
         digest_every: Every how many outer steps the groups compare digests of their global
             parameters, and reports contain the ``global_digest``; 0: never.
         same_samples: Whether this group is meant to train on the same samples as others. If it is
@@ -127,9 +129,9 @@ class ManagerOptions(WaitOptions):
             listen on that address, if it is an address of this machine. None:
             ``COMPOSER_REPLICATION_HOSTNAME``, else the address from which this machine reaches the
             lighthouse; if that is a loopback address, its host name and every interface.
-        backend: How groups average, equal in all of them: ``nccl`` between accelerators, or
-            ``gloo`` through host memory. None: ``COMPOSER_REPLICATION_BACKEND``, else nccl if the
-            model is on a GPU, else gloo.
+        backend: How groups average, equal in all of them: ``gloo``, through host memory, or
+            ``nccl`` between GPUs. Over NCCL nobody can say who has died, and what hangs ends only
+            after ``timeout``. None: ``COMPOSER_REPLICATION_BACKEND``, else gloo.
 
     Raises:
         ValueError: A value is out of range; the message has the value and the fix.
@@ -214,8 +216,7 @@ class ReplicaEnv:
     | ``TORCHFT_LIGHTHOUSE`` | address of the lighthouse, ``http://host:port`` |
     | ``COMPOSER_REPLICATION_COORDINATOR`` | address of the coordinator, if there is one |
     | ``COMPOSER_REPLICATION_HOSTNAME`` | how the other groups reach this machine |
-    | ``COMPOSER_REPLICATION_BACKEND`` | ``gloo`` or ``nccl``; gloo under ``launch`` if groups share
-      a GPU, which NCCL refuses |
+    | ``COMPOSER_REPLICATION_BACKEND`` | ``gloo`` or ``nccl``, see ``backend`` |
     | ``COMPOSER_REPLICATION_RUN_DIR`` | the run's folder |
     | ``COMPOSER_REPLICATION_HANG_TIMEOUT_S`` | after how long without progress a group ends |
     | ``COMPOSER_REPLICATION_TOKEN`` | the secret that all groups of a run share; while it is being

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.training.muon import Muon, is_matrix
 
 
@@ -30,11 +31,17 @@ def plain_sgd(lr=1.0):
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
+def written(layout, tensors):
+    """Writes tensors into the messages of a mean."""
+    return lambda chunk, into: layout.read(chunk, tensors, into)
+
+
 def mean_of(share, groups, weights=(1.0,)):
     """The mean of groups' values as this group has it, with the sums that a network would give."""
-    means = [WeightedMean(share, torch.device("cpu")) for _ in groups]
+    layout = Layout(share, groups[0])
+    means = [WeightedMean(layout, torch.device("cpu")) for _ in groups]
     for mean, values, weight in zip(means, groups, weights, strict=True):
-        mean.pack(lambda value, into: into.copy_(value), (share.own(values),), weight)
+        mean.pack(written(layout, values), weight)
     for one, *others in zip(*(mean.messages for mean in means), strict=True):
         for other in others:
             one += other

@@ -3,6 +3,7 @@
 Stood in for: the accelerator, by one whose kernels are the CPU's. Needs a C++ compiler.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -46,7 +47,8 @@ def environ(tmp_path_factory):
     if compiler is None:
         pytest.skip("no C++ compiler")
     library = stand_in_device.build(tmp_path_factory.mktemp("stand_in"), compiler)
-    return os.environ | {"PYTHONPATH": str(TESTS), stand_in_device.LIBRARY: str(library)}
+    path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
+    return os.environ | {"PYTHONPATH": path, stand_in_device.LIBRARY: str(library)}
 
 
 def test_it_does_not_mix_with_the_host_and_copies_late(environ):
@@ -65,4 +67,53 @@ def test_what_holds_on_a_gpu_holds_on_it(environ):
         text=True,
     )
     assert answer.returncode == 0, answer.stdout
-    assert " passed, 5 skipped" in answer.stdout and "NCCL" in answer.stdout
+    assert " passed, 10 skipped" in answer.stdout and "NCCL" in answer.stdout
+
+
+BUCKETS = 6
+"""Of a model of 100 M parameters."""
+
+DELAY = {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
+AT_REST = {"backup_device": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "operations", "host_bytes", "peak"),
+    [
+        ({}, 32 + BUCKETS, 0, 4.05),
+        ({"dtype": "bfloat16"}, 32 + BUCKETS, 0, 4.75),  # and 64 MiB, whatever the model's size is
+        (DELAY, 32 + BUCKETS, 0, 8.05),
+        (AT_REST, 32 + 5 * BUCKETS, 12, 6.05),
+        (AT_REST | DELAY | {"dtype": "bfloat16"}, 32 + 12 * BUCKETS, 12, 8.05),
+        ({"wire_format": "int8"}, 32 + 18 * BUCKETS, 0, 12.0),
+        ({"wire_format": "fp4"}, 32 + 61 * BUCKETS, 0, 10.0),
+    ],
+    ids=str,
+)
+def test_what_a_sync_does_there_does_not_grow_with_the_tensors(
+    settings, operations, host_bytes, peak, environ
+):
+    few, many = (_count(environ, tensors=tensors, **settings) for tensors in (147, 1000))
+    assert _total(few, "device operations") == _total(many, "device operations") <= operations
+    for tensors, found in ((147, few), (1000, many)):
+        assert not found["step"] and found["prepare_sync"]["waits"] <= 2
+        assert _total(found, "waits") <= 10
+        assert _total(found, "pageable copies") == _total(found, "awaited copies") == 0
+        small = (4096 + 16 * tensors) / 10_000_000
+        assert _total(found, "H2D bytes") <= host_bytes + small
+        assert _total(found, "D2H bytes") <= (8 if host_bytes else 0) + small
+        assert _total(found, "fresh host bytes") < 0.02
+        assert host_bytes or _total(found, "host passes") < 0.02
+    alone = _count(environ, groups=1, **settings)
+    assert 4 <= max(each.get("peak bytes", 0) for each in alone.values()) <= peak
+
+
+def _count(environ, **settings):
+    command = [sys.executable, str(TESTS / "counted_sync.py"), json.dumps(settings)]
+    answer = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def _total(found, what):
+    return sum(each.get(what, 0) for each in found.values())

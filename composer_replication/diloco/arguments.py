@@ -69,9 +69,6 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
             FSDP2 each sends the shard that it holds, and they decide together whether the group's
             pseudo-gradient is finite. None: this rank alone, or with FSDP2 all ranks of the
             default process group.
-        message_device: Where pseudo-gradients are computed and summed. None: where the model is,
-            as NCCL needs it. Use ``cpu`` for a model on an accelerator and groups that average over
-            gloo: a sync then needs no memory on the accelerator.
         also_synced: Names of parameters that are frozen now and belong to the global state, since
             they were trained when the run began.
     """
@@ -80,7 +77,6 @@ class DiLoCoArguments(DiLoCoOptions, DiLoCoSettings, Trained):
     _: KW_ONLY
     start_refusal: str | None = None
     ranks: ProcessGroup | None = None
-    message_device: torch.device | str | None = None
     also_synced: Collection[str] = ()
 
 
@@ -137,8 +133,17 @@ def own_model(arguments: DiLoCoArguments, settings: DiLoCoSettings) -> list[Glob
         are_held=are_held,
         host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
     )
-    backup_device = torch.device(arguments.backup_device or "cpu")
-    return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
+    asked = arguments.backup_device
+    backup_device = None if asked is None else torch.device(asked)
+    try:
+        return [GlobalParameters(f, outer_optimizer, backup_device, shards_of) for f in fragments]
+    except torch.OutOfMemoryError as error:
+        count = sum(tensor.numel() for tensors in fragments for tensor in tensors.values())
+        raise ValueError(
+            "there is no memory for the global parameters and the outer momentum, 8 bytes for each "
+            f"of {count:,} elements ({8 * count / 2**30:.1f} GiB): use backup_device='cpu', with "
+            "which they rest in host memory, or shard the model with FSDP2"
+        ) from error
 
 
 LARGEST_DESCRIPTION = 1 << 17
@@ -163,6 +168,8 @@ def tell_settings(
         # With unequal values one group would train alone while another waits for more. Checkpoints
         # hold the fingerprint, and a resume may change this value.
         "min_replica_size": manager._min_replica_size,
+        # Kinds of devices may round an outer step differently.
+        "outer_step_on": min(tensor.device.type for each in synced for tensor in each.values()),
         "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
         "peer_table_row": ROW,  # it differs in another version of this package
     }

@@ -14,8 +14,11 @@ from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
 def has_mean(buffer: Tensor) -> bool:
-    """Whether a buffer is averaged: by its dtype alone, so that all groups decide alike."""
-    return buffer.is_floating_point()
+    """Whether a buffer is averaged: by its dtype alone, so that all groups decide alike.
+
+    A float64 buffer is not: the mean is of float32 numbers, and a counter would stand still.
+    """
+    return buffer.is_floating_point() and buffer.dtype != torch.float64
 
 
 class CopiedBuffers:
@@ -69,7 +72,7 @@ class CopiedBuffers:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
         sizes = [buffer.nbytes for buffer in self._like]
-        parts = zip(self._like, self._message.split(sizes), strict=True)
+        parts = zip(self._like, self._message.cpu().split(sizes), strict=True)
         received = [part.clone().view(like.dtype).view(like.shape) for like, part in parts]
         averaged = len(received) - len(self.values)
         for value, part in zip(self.values.values(), received[averaged:], strict=True):

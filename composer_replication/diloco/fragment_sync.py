@@ -11,14 +11,12 @@ import torch
 from torch import Tensor
 from torchft.utils import get_stream_context
 
-from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.quantized_mean import make_mean
-from composer_replication.diloco.averaging.weighted_mean import CHUNK
+from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.outer_optimizer import pseudo_gradient
 from composer_replication.diloco.peer_table import PeerTable
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
@@ -124,7 +122,6 @@ class FragmentSync:
         manager: The torchft manager, or its simulated double.
         fragment_id: The fragment's index in the order of syncs, from 0.
         global_parameters: Its parameters, local and global, and their outer optimizer.
-        arguments: What ``DiLoCo`` was built with: where messages are summed.
         settings: The run's settings.
         state: The global state that the outer step changes.
         peer_table: The table whose allreduce goes with this fragment's.
@@ -135,7 +132,6 @@ class FragmentSync:
         manager: DiLoCoManager,
         fragment_id: int,
         global_parameters: GlobalParameters,
-        arguments: DiLoCoArguments,
         settings: DiLoCoSettings,
         state: GlobalState,
         peer_table: PeerTable,
@@ -147,21 +143,16 @@ class FragmentSync:
         self._peer_table = peer_table
         self._settings = settings
         self._local = [*global_parameters.local_tensors.values()]
-        model_device = local_tensor(self._local[0]).device
-        self.device = torch.device(arguments.message_device or model_device)
+        self.device = global_parameters.device
         self.mean = make_mean(
-            global_parameters.share,
+            global_parameters.layout,
             self.device,
             # With shares theta is gathered instead, after it has moved.
             not global_parameters.is_shared,
             settings.wire_format,
         )
-        self._staging: Tensor | None = None
-        if self.device.type == "cpu" and model_device.type != "cpu":
-            # Parameters pass through it on the way from the accelerator.
-            self._staging = torch.empty(CHUNK, pin_memory=True)
         # Messages travel beside training, as torchft's do.
-        self._stream = torch.Stream() if torch.accelerator.is_available() else None
+        self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []
         self.unsynced = Unsynced()
         self._buffers: list[Tensor] = []
@@ -176,7 +167,7 @@ class FragmentSync:
         self._works = []  # of an attempt that failed
         self._pack()
         if self._stream is not None:  # it reads what the stream of training has computed
-            self._stream.wait_stream(torch.accelerator.current_stream())
+            self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with get_stream_context(self._stream):
             self._works = self._send()
 
@@ -191,41 +182,19 @@ class FragmentSync:
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self.unsynced.packed = self._to_pack()
-        frozen, share = set(packed.frozen), self.globals.share
         local = packed.local or self.local()
         odd_globally, odd_here = self.globals.not_finite(local)
         odd = odd_globally | odd_here
-        self.mean.forget_residual(frozen | odd)
+        self.mean.forget_residual({*packed.frozen} | odd)
         averaged, self._buffers = self.globals.divide(local)
-        theta = (
-            _unrounded(part, share.part_of(index, local[index])) if index in frozen else part
-            for index, part in enumerate(self.globals.own_parts())
-        )
-        # A difference of two zeros: the mean of the other groups, or the first group's value.
-        theta = (torch.zeros_like(t) if index in odd else t for index, t in enumerate(theta))
-        averaged = [torch.zeros_like(t) if index in odd else t for index, t in enumerate(averaged)]
         contribution = packed.contribution(self._settings.weight_by)
-        self.mean.pack(
-            self._pseudo_gradient,
-            (theta, share.own(averaged)),
-            contribution,
-            num_parameters=self.globals.averaged_buffers.start,
-        )
+        # ``odd``, as a difference of two zeros: the mean of the others, or the first group's value.
+        self.globals.pack(self.mean, averaged, odd, contribution)
         if self.mean.contribution and (odd_here - odd_globally):
             names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
             log.warning("Not finite in this group, and left out: %s", listed(names))
         if not self._peer_table.is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
-
-    def _pseudo_gradient(self, theta: Tensor, local: Tensor, into: Tensor) -> None:
-        if theta.device == local.device != into.device:
-            into.copy_(self._landing(theta, into).copy_(pseudo_gradient(theta, local)))
-            return
-        if local.device != into.device:
-            local = self._landing(local, into).copy_(local)
-        # A non-blocking copy to a CPU could be read before it has arrived.
-        theta = theta.to(into.device, non_blocking=into.device.type != "cpu")
-        pseudo_gradient(theta, local, into)
 
     def _send(self) -> list[Any]:
         # The table is sent first, because a quantized mean sends more messages after the first ones
@@ -323,7 +292,7 @@ class FragmentSync:
             return unsynced.unsent
         kept = None
         if self._settings.fragment_sync_delay:
-            kept = [t.to(self.globals.flat.device, copy=True) for t in self.local()]
+            kept = copies_of(self.local())
         return Packed(
             inner_steps=unsynced.inner_steps,
             samples=unsynced.samples,
@@ -336,13 +305,6 @@ class FragmentSync:
     def local(self) -> list[Tensor]:
         """The local parameters and buffers, as this rank holds them; not copies."""
         return [local_tensor(tensor) for tensor in self._local]
-
-    def _landing(self, source: Tensor, into: Tensor) -> Tensor:
-        """Return host memory to copy a tensor of an accelerator to."""
-        if self._staging is None:
-            return into
-        staging = self._staging.view(source.dtype)
-        return staging[: source.numel()] if source.numel() <= staging.numel() else into
 
     @property
     def _write_back_alpha(self) -> float:
@@ -397,12 +359,3 @@ class FragmentSync:
     def in_flight(self) -> Packed | None:
         """What has been sent, or is to be sent again; None if nothing has."""
         return self.unsynced.packed if self.is_in_flight else self.unsynced.unsent
-
-
-def _unrounded(theta: Tensor, local: Tensor) -> Tensor:
-    """Take a frozen tensor's value where it is the rounded global one, so that they are equal."""
-    if local.dtype == theta.dtype:
-        return theta
-    rounded = theta.to(device=local.device, dtype=local.dtype)
-    kept = local.to(device=theta.device, dtype=theta.dtype)
-    return torch.where((rounded == local).to(theta.device), kept, theta)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.averaging.weighted_mean import CHUNK, WeightedMean, chunks_of
+from composer_replication.diloco.averaging.flat_buffer import resting_memory
+from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
+from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
-from composer_replication.diloco.outer_optimizer import OuterOptimizer, SGDStep, is_plain_sgd
+from composer_replication.diloco.outer_optimizer import (
+    OuterOptimizer,
+    SGDStep,
+    is_plain_sgd,
+    pseudo_gradient,
+)
 from composer_replication.diloco.shards import Shards, local_tensor
 
 
@@ -29,49 +36,65 @@ class GlobalParameters:
     SGD, which treats each element by itself. Any other optimizer gets whole tensors on all ranks
     (ADR-026).
 
+    The outer step is computed where the model is, over flat buffers. They may rest in host memory
+    between syncs, for a model that leaves no room on its accelerator.
+
     Args:
-        tensors: The fragment's parameters in the model, of any floating dtype and device, and the
-            buffers that are synchronised with them. Of these, those that have a mean are averaged,
-            the others are the first group's (``copied``).
+        tensors: The fragment's parameters in the model, of any floating dtype but float64, on any
+            device, and the buffers that are synchronised with them. Of these, those that have a
+            mean are averaged, the others are the first group's (``copied``).
         outer_optimizer: Builds the optimizer over the global parameters.
-        backup_device: Where they and the optimizer's state live.
+        backup_device: Where they and the optimizer's state rest between syncs. None: on the model's
+            device.
         shards_of: Returns the ``Shards`` of tensors: what this rank has of them.
 
     Attributes:
         averaged_buffers: The indices of the buffers in ``theta``.
+        device: Where the model is.
         share: What this rank averages with other groups.
+        layout: The order of that in flat buffers.
         shards: What it holds of the global parameters.
         flat: All that it holds, 1-D fp32, one tensor after the other. ``theta`` has the views.
 
     Raises:
-        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
-            ``Shards``.
+        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, a parameter
+            is float64, or see ``Shards``.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         outer_optimizer: OuterOptimizer,
-        backup_device: torch.device,
+        backup_device: torch.device | None = None,
         shards_of: Callable[[Iterable[Tensor]], Shards] = Shards,
     ) -> None:
         parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        _check_dtypes(parameters)
         buffers = {name: t for name, t in tensors.items() if name not in parameters}
         averaged = {name: t for name, t in buffers.items() if has_mean(t)}
         self.local = parameters | averaged
         self.copied = CopiedBuffers(averaged | buffers)
         held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
+        self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        resting = backup_device or self.device
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
         self.share = self.shards = shards_of(self.local.values())
         # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
         if self.share.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
             self.shards = Shards(held.values())
-        # Pinned, copies to an accelerator run beside its kernels.
-        pin = backup_device.type == "cpu" and torch.accelerator.is_available()
-        # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
-        self.flat = torch.empty(
-            sum(self.shards.sizes), dtype=torch.float32, device=backup_device, pin_memory=pin
+        rests_elsewhere = resting.type != self.device.type
+        make_layout = functools.partial(
+            Layout,
+            self.share,
+            [*held.values()],
+            len(parameters),
+            rests_elsewhere=rests_elsewhere,
         )
+        self.layout = self._whole_layout = make_layout()
+        if self.share.num_shares > 1:
+            self._whole_layout = make_layout(whole=True)
+        # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
+        self.flat = resting_memory(sum(self.shards.sizes), resting, rests_elsewhere)
         with torch.no_grad():
             pairs = zip(self.views(self.flat), self.shards.own(held.values()), strict=True)
             views = [nn.Parameter(view.copy_(part.view(view.shape))) for view, part in pairs]
@@ -81,7 +104,6 @@ class GlobalParameters:
         """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
         """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
-        self._buffers = frozenset(averaged)
         self.averaged_buffers = range(len(parameters), len(self.local))
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -95,6 +117,8 @@ class GlobalParameters:
                 "outer_optimizer built an optimizer over other parameters than the global ones it "
                 "was given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
             )
+        if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
+            self._keep_momentum()  # now: what does not fit into memory is to fail at the start
 
     # ---- the outer step --------------------------------------------------------------------------
 
@@ -111,98 +135,139 @@ class GlobalParameters:
                 is overwritten.
             alpha: See ``write_back``.
         """
-        plain = {index for index, name in enumerate(self.theta) if name in self._buffers}
-        unmoved = self._unmoved(mean) - plain
-        for index, theta in enumerate(self.theta.values()):
-            # Old momentum would move the tensor once its pseudo-gradient is not 0 any more.
-            if index in plain | unmoved and self.optimizer.state.pop(theta, None):
-                self._momentum_norm = None
-        is_plain = is_plain_sgd(self.optimizer)
-        decay = float(self.optimizer.param_groups[0]["momentum"]) if is_plain else 0.0
-        # The momentum's norm before the step gives momentum_cosine without a pass over memory.
-        before = self._own_momentum_norm() if decay else 0.0
-        if mean.device.type == self.flat.device.type == "cpu" and is_plain:
-            norms = self._descend(mean, plain, unmoved, alpha)
-            is_written_back = not self.is_shared  # each chunk at once
+        if is_plain_sgd(self.optimizer):
+            self._step_norms = self._descend(mean, alpha)
         else:
-            norms = self._step(mean, plain, unmoved)
-            is_written_back = False
-        self._step_norms = norms._replace(momentum_before=before, decay=decay)
-        if not is_written_back:
-            self._write_back(alpha, self._gather(mean) if self.is_shared else self.theta.values())
+            self._step_norms = self._step(mean)
+            self._write(self.flat.to(self.device), alpha)
+        if self.is_shared:
+            self._write(self._gather(mean), alpha)
 
-    def _unmoved(self, mean: WeightedMean) -> set[int]:
-        """The tensors whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
-        if mean.device.type == "cpu":  # in nearly all tensors one of the first numbers is not 0
-            moved = [bool(each[:64].any() or each.any()) for each in mean.sums()]
-            parts = torch.tensor(moved, dtype=torch.float64)
-        else:  # one question for all tensors: each waits for the accelerator
-            parts = torch.stack([each.any() for each in mean.sums()]).double()
-        parts = self.shards.sum(parts).tolist()
-        return {index for index, part in enumerate(parts) if not part}
+    def _descend(self, mean: WeightedMean, alpha: float) -> StepNorms:
+        """Take the outer step of torch's SGD in chunks, and write back each that is whole."""
+        step, sums = SGDStep(self.optimizer, mean.divisor, self.device), mean.flat_sums
+        squares = mean.squares()
+        unmoved = self._unmoved(squares, mean.sums())
+        if step.momentum:
+            self._keep_momentum(unmoved)
+        # Its norm before the step gives momentum_cosine without a pass over memory.
+        before = self._own_momentum_norm() if step.momentum else 0.0
+        local, unmixed = self._local(), self._unmixed(alpha)
+        momentum_squares = Squares(len(self.layout.chunks))
+        for index, chunk in enumerate(self.layout.chunks):
+            total, theta = sums[chunk.place], self._lent(self.flat, chunk.place)
+            if not chunk.is_parameter:
+                theta.sub_(total.div_(mean.divisor))
+            elif not step.momentum:
+                step.move(theta, total)
+            else:
+                momentum = self._lent(self.momentum, chunk.place)
+                step.move(theta, total, momentum)
+                momentum_squares.add([momentum], [index])
+                self._give_back(momentum, self.momentum, chunk.place)
+            self._give_back(theta, self.flat, chunk.place)
+            if not self.is_shared:
+                self.layout.write(chunk, theta, local, alpha, unmixed, scratch=total)
+        self._await_rest()
+        copies = torch.tensor([chunk.copies for chunk in self.layout.chunks])
+        self._momentum_norm = math.sqrt((momentum_squares.by_tensor() / copies).sum())
+        norms = self._norms_of(squares / mean.divisor**2, unmoved)
+        return norms._replace(momentum_before=before, decay=step.momentum)
 
-    def frozen(self) -> list[int]:
-        """The tensors that this group has frozen since the run began (``requires_grad``)."""
-        parameters = enumerate(self.local.items())
-        return [i for i, (name, t) in parameters if not (t.requires_grad or name in self._buffers)]
-
-    def _descend(
-        self, mean: WeightedMean, plain: Collection[int], unmoved: Collection[int], alpha: float
-    ) -> StepNorms:
-        """Take torch's outer step in chunks, and write each chunk back while it is in cache."""
-        step, unmixed = SGDStep(self.optimizer, mean.divisor), self._unmixed(alpha)
-        momenta, stepped, still = ([torch.zeros(())] for _ in range(3))  # squares of norms
-        for index, (theta, parameter, sums) in enumerate(
-            zip(self.theta.values(), self.local.values(), mean.sums(), strict=True)
-        ):
-            is_stepped = index not in plain and index not in unmoved
-            chunk, into, local = CHUNK, (), local_tensor(parameter)
-            if not self.is_shared and local.is_contiguous():
-                into = chunks_of(local.view(-1), chunk)
-            elif not self.is_shared:  # scattered in memory: written back as a whole
-                chunk, into = max(1, theta.numel()), (local,)
-            flats = [theta.detach().view(-1), sums]
-            if is_stepped and step.momentum:
-                flats.append(self._momentum_of(index, theta).view(-1))
-            parts = zip(*(chunks_of(each, chunk) for each in flats), strict=True)
-            for own, (part, total, *momentum) in itertools.zip_longest(into, parts):
-                # Before the step, which overwrites the sums.
-                square = self.shards.own_part(torch.dot(total, total), index)
-                (stepped if is_stepped else still).append(square)
-                if is_stepped:
-                    step.move(part, total, *momentum)
-                elif index in plain:
-                    part.sub_(total.div_(mean.divisor))
-                momenta += (self.shards.own_part(torch.dot(m, m), index) for m in momentum)
-                if own is not None:
-                    _mix(own, part.view(own.shape), 0.0 if index in unmixed else alpha)
-        self._await_copies()
-        self._momentum_norm = _root(momenta) if step.momentum else None
-        return StepNorms.of_parts(_root(stepped) / mean.divisor, _root(still) / mean.divisor)
-
-    def _step(
-        self, mean: WeightedMean, plain: Collection[int], unmoved: Collection[int]
-    ) -> StepNorms:
-        """Give the mean to the outer optimizer as gradients, and let it step.
-
-        For outer optimizers and devices that ``_descend`` does not handle.
-        """
-        stepped, still = ([torch.zeros((), device=mean.device)] for _ in range(2))
+    def _step(self, mean: WeightedMean) -> StepNorms:
+        """Give the mean to another outer optimizer as gradients, and let it step."""
+        squares = Squares(len(self.theta))
         for index, (theta, delta) in enumerate(
             zip(self.theta.values(), mean.unpack(), strict=True)
         ):
-            square = self.shards.own_part(torch.dot(delta, delta), index)
-            (still if index in plain or index in unmoved else stepped).append(square)
-            if index in plain:
-                theta.sub_(delta.view(theta.shape).to(theta.device))
-            elif index not in unmoved:
-                theta.grad = torch.empty_like(theta).copy_(delta.view(theta.shape))
+            squares.add([delta], [index])
+            delta = delta.view(theta.shape).to(theta.device)
+            if index in self.averaged_buffers:
+                theta.sub_(delta)
+            else:
+                theta.grad = delta
+        by_tensor = squares.by_tensor()
+        unmoved = self._unmoved(by_tensor, [*mean.sums()])
+        parameters = [*self.theta.values()]
+        for index in unmoved:  # it would be moved by weight decay, or by old momentum
+            parameters[index].grad = None
+            self.optimizer.state.pop(parameters[index], None)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        return StepNorms.of_parts(_root(stepped), _root(still))
+        return self._norms_of(by_tensor, unmoved)
 
-    # ---- the way back into the model -------------------------------------------------------------
+    def _unmoved(self, squares: Tensor, sums: Sequence[Tensor]) -> list[int]:
+        """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
+        has_moved = squares.bool().double()
+        for index in has_moved.logical_not().nonzero().flatten().tolist():
+            has_moved[index] = float(sums[index].any())  # fp32 has no squares of 1e-30
+        ranks = self.shards.sum(has_moved).tolist()
+        return [index for index in range(self.averaged_buffers.start) if not ranks[index]]
+
+    def _norms_of(self, squares: Tensor, unmoved: Sequence[int]) -> StepNorms:
+        squares = squares / torch.tensor(self.shards.copies, dtype=torch.float64)
+        still = torch.zeros(len(squares), dtype=torch.bool)
+        still[[*unmoved, *self.averaged_buffers]] = True
+        return StepNorms.of_parts(math.sqrt(squares[~still].sum()), math.sqrt(squares[still].sum()))
+
+    def frozen(self) -> list[int]:
+        """The tensors that this group has frozen since the run began (``requires_grad``)."""
+        parameters = [*self.local.values()][: self.averaged_buffers.start]
+        return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
+
+    # Global parameters that rest in host memory are computed with on the model's device.
+
+    def _lent(self, flat: Tensor, place: slice) -> Tensor:
+        return flat[place].to(self.device, non_blocking=True)
+
+    def _give_back(self, lent: Tensor, flat: Tensor, place: slice) -> None:
+        if lent.device != flat.device:
+            flat[place].copy_(lent, non_blocking=True)
+
+    def _await_rest(self) -> None:
+        if self.flat.device != self.device:
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    # ---- between the model and flat buffers ------------------------------------------------------
+
+    def pack(
+        self, mean: WeightedMean, local: Sequence[Tensor], odd: Collection[int], weight: float
+    ) -> None:
+        """Pack the pseudo-gradient: what the model had after the last sync, minus what it has now.
+
+        The model may have a smaller dtype than the global parameters. What was rounded when they
+        were written into it is no training, and would take back what other groups have learnt.
+
+        Args:
+            mean: Packs it.
+            local: The local tensors in the order of ``theta``.
+            odd: Tensors that have no pseudo-gradient in this sync, by index.
+            weight: This group's contribution.
+        """
+        self.layout.follow(local)
+        own = self.flat
+        if self.share is not self.shards:
+            own = own[self.share.start :][: self.layout.num_elements]
+
+        def write(chunk: Chunk, values: Tensor) -> None:
+            theta = self._lent(own, chunk.place).to(chunk.dtype)
+            views, parts = chunk.pairs(local, values)
+            if values.device.type == "cpu" and chunk.dtype == torch.float32:
+                # A pass over memory less than where they are gathered first.
+                owns = theta.split(chunk.pieces.sizes)
+                for own_part, part, view in zip(owns, parts, views, strict=True):
+                    is_scattered = part.dim() > 1
+                    part_of_theta = own_part.view(part.shape) if is_scattered else own_part
+                    pseudo_gradient(part_of_theta, part, view)
+            else:
+                self.layout.read(chunk, local, values)
+                pseudo_gradient(theta, values, values)
+            for index, view in zip(chunk.pieces.indices, views, strict=True) if odd else ():
+                if index in odd:
+                    view.zero_()
+
+        mean.pack(write, weight)
 
     @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
@@ -210,40 +275,45 @@ class GlobalParameters:
 
         With shares it is a collective of the ranks.
         """
-        self._write_back(alpha, map(self.whole, self.theta))
+        flat = self.flat
+        if self.is_shared:
+            flat = torch.cat([self.whole(name).reshape(-1) for name in self.theta])
+        self._write(flat, alpha)
         self.copied.write_back()
 
-    def _write_back(self, alpha: float, whole: Iterable[Tensor]) -> None:
-        unmixed = self._unmixed(alpha)
-        pairs = zip(self.local.values(), whole, strict=True)
-        for index, (parameter, theta) in enumerate(pairs):
-            _mix(local_tensor(parameter), theta, 0.0 if index in unmixed else alpha)
-        self._await_copies()
+    def _write(self, flat: Tensor, alpha: float) -> None:
+        """Write all tensors, in the order of ``theta``, into the model."""
+        local, unmixed = self._local(), self._unmixed(alpha)
+        self._whole_layout.follow(local)
+        for chunk in self._whole_layout.chunks:
+            values = self._lent(flat, chunk.place)
+            self._whole_layout.write(chunk, values, local, alpha, unmixed)
+        self._await_rest()
+
+    def _local(self) -> list[Tensor]:
+        local = [local_tensor(tensor) for tensor in self.local.values()]
+        self.layout.follow(local)
+        return local
 
     def _unmixed(self, alpha: float) -> set[int]:
         """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""
-        local = [local_tensor(tensor) for tensor in self.local.values()]
-        odd = self.not_finite(local) if alpha else ()
-        return set(self.frozen()).union(*odd)
+        if not alpha:
+            return set()
+        return set(self.frozen()).union(*self.not_finite(self._local()))
 
-    def _await_copies(self) -> None:
-        """Wait until an accelerator has read the global parameters, which may change after that."""
-        if torch.accelerator.is_available():
-            torch.accelerator.current_stream().synchronize()
-
-    def _gather(self, mean: WeightedMean) -> list[Tensor]:
+    def _gather(self, mean: WeightedMean) -> Tensor:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
         mean.flat[self.share.start :][: self.flat.numel()] = self.flat
         self.share.gather(mean.flat)
-        return self.whole_views(mean.flat)
+        return mean.flat
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank averages."""
-        local = self.share.own(map(local_tensor, self.local.values()))
+        pairs = zip(self.own_parts(), self.share.own(self._local()), strict=True)
         return any(
-            name not in self._buffers and not torch.equal(own, theta.to(own.device, own.dtype))
-            for name, theta, own in zip(self.theta, self.own_parts(), local, strict=True)
+            not torch.equal(own, theta.to(own.device, own.dtype))
+            for theta, own in islice(pairs, self.averaged_buffers.start)
         )
 
     # ---- by name, and by rank --------------------------------------------------------------------
@@ -335,8 +405,7 @@ class GlobalParameters:
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
-        names = self._buffers | self.copied.live.keys()
-        self.share.level([t for name, t in self.local_tensors.items() if name in names])
+        self.share.level([*self.local_tensors.values()][self.averaged_buffers.start :])
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
@@ -347,15 +416,32 @@ class GlobalParameters:
     # ---- the outer optimizer's state -------------------------------------------------------------
 
     @functools.cached_property
-    def momenta(self) -> list[Tensor]:
-        """The momentum of each tensor: views of one buffer, like ``theta``."""
-        return self.views(torch.empty_like(self.flat, pin_memory=False))
+    def momentum(self) -> Tensor:
+        """The outer momentum of all tensors, like ``flat``."""
+        return resting_memory(self.flat.numel(), self.flat.device, self.flat.is_pinned())
 
-    def _momentum_of(self, index: int, theta: nn.Parameter) -> Tensor:
-        state = self.optimizer.state[theta]
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = self.momenta[index].zero_()
-        return state["momentum_buffer"]
+    @property
+    def momenta(self) -> list[Tensor]:
+        """The momentum of each tensor: views of one buffer, like ``theta``. Other optimizers than
+        SGD have none."""
+        is_sgd = isinstance(self.optimizer, torch.optim.SGD)
+        return self.views(self.momentum) if is_sgd else []
+
+    def _keep_momentum(self, unmoved: Sequence[int] = ()) -> None:
+        """Have the optimizer hold the views of one buffer as its momentum.
+
+        Args:
+            unmoved: The parameters that forget it, by index: it would move them although their mean
+                pseudo-gradient is 0.
+        """
+        parameters = [*self.theta.values()][: self.averaged_buffers.start]
+        momenta = self.momenta
+        if any(theta not in self.optimizer.state for theta in parameters):
+            for theta, own in zip(parameters, momenta, strict=False):
+                self.optimizer.state[theta]["momentum_buffer"] = own
+        for index in unmoved:
+            momenta[index].zero_()
+            self._momentum_norm = None
 
     def move_to(self, flat: Tensor, momentum: Tensor) -> None:
         """Continue in other memory, with the numbers that are in it.
@@ -364,7 +450,7 @@ class GlobalParameters:
             flat: Becomes ``flat``.
             momentum: The same for the outer momentum.
         """
-        self.flat, self.momenta = flat, self.views(momentum)
+        self.flat, self.momentum = flat, momentum
         for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
             # The optimizer holds these Parameters, so their memory is replaced, and not they.
             parameter.data = view
@@ -376,12 +462,12 @@ class GlobalParameters:
         that is written again.
         """
         self.optimizer.load_state_dict(state_dict)
-        self._momentum_norm = None
+        self._momentum_norm, momenta = None, self.momenta
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
                 if key == "momentum_buffer" and value is not None:
-                    state[key] = self.momenta[index]
+                    state[key] = momenta[index]
                 elif isinstance(value, Tensor):
                     state[key] = value.clone()
 
@@ -393,8 +479,9 @@ class GlobalParameters:
         """
         for group in self.optimizer.param_groups:
             group.update(lr=lr, momentum=momentum, nesterov=nesterov)
-        if not momentum:
+        if not momentum and self.optimizer.state:
             self.optimizer.state.clear()
+            self.momentum.zero_()
 
     def step_norms(self) -> StepNorms:
         """The norms of the last outer step; the momentum's is 0 before the first one.
@@ -407,25 +494,23 @@ class GlobalParameters:
 
     def _own_momentum_norm(self) -> float:
         if self._momentum_norm is None:
-            squares = [torch.zeros((), device=self.flat.device)]
+            squares = Squares(len(self.theta))
             for index, theta in enumerate(self.theta.values()):
                 buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-                if buffer is not None:
-                    squares.append(self.shards.own_part(buffer.norm().square(), index))
-            self._momentum_norm = _root(squares)
+                if buffer is not None and buffer.numel():
+                    squares.add([buffer.view(-1)], [index])
+            copies = torch.tensor(self.shards.copies)
+            self._momentum_norm = math.sqrt((squares.by_tensor() / copies).sum())
         return self._momentum_norm
 
 
-def _root(squares: list[Tensor]) -> float:
-    return math.sqrt(float(torch.stack(squares).sum()))
-
-
-def _mix(local: Tensor, theta: Tensor, alpha: float) -> None:
-    if alpha == 0.0:  # not lerp: 0 * nan is nan, so a replica with NaN would never recover
-        # ``_await_copies`` waits. A non-blocking copy to a CPU could be read before it has arrived.
-        local.copy_(theta, non_blocking=local.device.type != "cpu")
-    else:
-        local.copy_(theta.to(local.device).lerp(local.float(), alpha))
+def _check_dtypes(parameters: Mapping[str, Tensor]) -> None:
+    for name, tensor in parameters.items():
+        if tensor.dtype == torch.float64:
+            raise ValueError(
+                f"parameter {name} is float64, and groups average in float32: convert the model "
+                "with model.float(), before its optimizer is built"
+            )
 
 
 def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:

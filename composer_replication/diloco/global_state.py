@@ -20,10 +20,11 @@ from composer_replication.settings import DiLoCoSettings, adopt_changes, compare
 log = logging.getLogger(__name__)
 
 
-Staged = tuple[Tensor, Tensor]
+Staged = tuple[Tensor, Tensor] | None
 """A fragment's global parameters and outer momentum from another group, each like
 ``GlobalParameters.flat``, in memory that the fragment can continue in. A joiner copies them there
-before the quorum in which all groups wait for its heal."""
+before the quorum in which all groups wait for its heal. None on an accelerator, whose memory may
+not have room for them twice: there the copy is quick."""
 
 
 class GlobalState:
@@ -284,8 +285,10 @@ def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
         ValueError: A tensor is missing or has another shape or dtype.
     """
     _check(state, globals_.tensors)
-    flat = torch.empty_like(globals_.flat, pin_memory=globals_.flat.is_pinned())
-    momentum = torch.empty_like(flat, pin_memory=False)
+    if globals_.flat.device.type != "cpu":
+        return None
+    is_pinned = globals_.flat.is_pinned()
+    flat, momentum = (torch.empty_like(globals_.flat, pin_memory=is_pinned) for _ in range(2))
     _copy(state, globals_, globals_.views(flat), globals_.views(momentum))
     return flat, momentum
 
@@ -293,7 +296,7 @@ def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
 def load_outer_state(
     globals_: GlobalParameters,
     state: Mapping[str, Any],
-    staged: Staged | None = None,
+    staged: Staged = None,
     *,
     keeps_hyperparameters: bool = False,
 ) -> None:
@@ -330,9 +333,13 @@ def _copy(
 ) -> None:
     for name, own in zip(globals_.theta, theta, strict=True):
         own.copy_(state["theta"][name])
-    for index, values in state["optimizer"]["state"].items():
-        if values.get("momentum_buffer") is not None:
-            momenta[index].copy_(values["momentum_buffer"])
+    saved = state["optimizer"]["state"]
+    for index, own in enumerate(momenta):
+        momentum = saved.get(index, {}).get("momentum_buffer")
+        if momentum is None:
+            own.zero_()
+        else:
+            own.copy_(momentum)
 
 
 def gather(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
 from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.flat_chunks import Chunk
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.retry import StartBarrier
@@ -141,13 +142,19 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     A rank that has just seen a peer die is already at the vote while the other ranks are here. In a
     collective they would wait for it.
     """
-    mean = WeightedMean(fragment.mean.share, fragment.device, fragment.mean.gathers)
-    averaged, _ = fragment.globals.divide(fragment.local())
-    # All take the first group's buffers: these need not be finite, and have no part in the mean.
-    buffers = fragment.globals.averaged_buffers
-    parts = [torch.zeros_like(t) if i in buffers else t for i, t in enumerate(averaged)]
-    local = (mean.share.own(parts),)
-    mean.pack(lambda t, into: into.copy_(t), local, weight, asks_ranks=False)
+    layout = fragment.globals.layout
+    mean = WeightedMean(layout, fragment.device, fragment.mean.gathers)
+    local, _ = fragment.globals.divide(fragment.local())
+    layout.follow(local)
+
+    def write(chunk: Chunk, values: Tensor) -> None:
+        if not chunk.is_parameter:
+            # All take the first group's buffers: these need not be finite, nor are in the mean.
+            values.zero_()
+        else:
+            layout.read(chunk, local, values)
+
+    mean.pack(write, weight, asks_ranks=False)
     if weight and not mean.is_finite:
         raise ValueError(
             "the initial parameters of this replica group, from which all groups start, are "

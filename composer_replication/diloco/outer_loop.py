@@ -74,7 +74,7 @@ class OuterLoop:
         count, digest_every = len(global_parameters), arguments.digest_every
         self.peer_table = PeerTable(manager, state, count, digest_every)
         self.fragments = [
-            FragmentSync(manager, index, globals_, arguments, settings, state, self.peer_table)
+            FragmentSync(manager, index, globals_, settings, state, self.peer_table)
             for index, globals_ in enumerate(global_parameters)
         ]
         self.in_flight: FragmentSync | None = None

@@ -32,7 +32,7 @@ def nesterov_sgd(
 def pseudo_gradient(
     global_parameter: Tensor, local_parameter: Tensor, into: Tensor | None = None
 ) -> Tensor:
-    """Global minus local, in the dtype of ``global_parameter``. The only place that knows the sign.
+    """Global minus local, in the larger of their dtypes. The only place that knows the sign.
 
     Inner training took the parameters from ``global`` to ``local`` because that lowers the loss.
     A torch optimizer *descends*: it moves its parameter along minus the gradient it is given. So
@@ -45,7 +45,7 @@ def pseudo_gradient(
     torchft had it reversed (its pull request 233), and code of that time compensates with
     ``SGD(maximize=True)``. With our sign that ascends, so ``check_sign`` rejects it.
     """
-    return torch.sub(global_parameter, local_parameter.to(global_parameter.dtype), out=into)
+    return torch.sub(global_parameter, local_parameter, out=into)
 
 
 def check_sign(outer_optimizer: OuterOptimizer) -> None:
@@ -95,12 +95,16 @@ class SGDStep:
     Args:
         optimizer: See ``is_plain_sgd``.
         divisor: The sums divided by it are the mean pseudo-gradient.
+        device: Where all of it is.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, divisor: float) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, divisor: float, device: torch.device
+    ) -> None:
         (group,) = optimizer.param_groups
         self._lr, self.momentum = float(group["lr"]), float(group["momentum"])
-        self._nesterov, self._divisor = group["nesterov"], torch.tensor(divisor)
+        self._nesterov = group["nesterov"]
+        self._divisor = torch.full((), divisor, device=device)
 
     def move(self, theta: Tensor, sums: Tensor, momentum: Tensor | None = None) -> None:
         """Move a chunk of the global parameters.

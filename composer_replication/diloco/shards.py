@@ -11,15 +11,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-
-Sum = TypeVar("Sum", Tensor, float)
 
 BUCKET = 2**24
 """Largest number of elements in a message: 64 MiB of fp32. It never changes a result."""
@@ -84,6 +81,7 @@ class Shards:
             padding.
         start: Where this rank's share begins in it.
         stop: Where it ends.
+        copies: How many ranks hold the same elements of each tensor.
         bucket: Largest number of elements in a message.
 
     Raises:
@@ -112,7 +110,7 @@ class Shards:
                 f"a parameter is divided into {odd} shards, and ranks has {size} ranks: "
                 "pass the process group of all ranks of this replica group as ranks"
             )
-        self._copies = [size // count if are_held else 1 for count in counts]
+        self.copies = [size // count if are_held else 1 for count in counts]
         # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not be able
         # to reduce tensors there.
         sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
@@ -142,15 +140,9 @@ class Shards:
         flat = tensor.reshape(-1)
         return flat if self.num_shares == 1 else flat[self._parts[index]]
 
-    def own_part(self, total: Sum, index: int) -> Sum:
-        """This rank's part of a sum over elements, divided by the ranks that hold the same shard.
-
-        Args:
-            total: The sum over what this rank has of a tensor, such as that of squares.
-            index: The index of the tensor.
-        """
-        copies = self._copies[index]
-        return total if copies == 1 else total / copies
+    def part_start(self, index: int) -> int:
+        """Where this rank's part of one tensor begins in it."""
+        return self._parts[index].start
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group."""
@@ -161,7 +153,7 @@ class Shards:
         return total
 
     def norms(self, own: Sequence[float]) -> list[float]:
-        """L2 norms over what all ranks have, given those of ``own_part`` of this rank's."""
+        """L2 norms over what all ranks have, given this rank's part of each."""
         return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
 
     @torch.no_grad()

@@ -205,7 +205,6 @@ class ReplicaGroup:
             **vars(pick(DiLoCoOptions, vars(options))),
             start_refusal=refusal,
             ranks=dist.group.WORLD if world_size() > 1 else None,
-            message_device="cpu" if backend == "gloo" else None,
             also_synced=also_synced,
         )
         self.data = group_data_of(

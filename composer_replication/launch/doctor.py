@@ -176,8 +176,7 @@ def check_gpu(job: Job) -> Iterator[Row]:
         yield OK, "nccl", f"of a group's ranks: {own}; torch 2.15's default is nccl2, {fix}"
     if not count and any(Path("/dev").glob("nvidia[0-9]*")):
         yield ERROR, "gpu", f"torch {torch.__version__} cannot use this machine's: run nvidia-smi"
-    backend = job.options.backend or ("nccl" if count else "gloo")
-    if backend == "nccl" and (not count or "nccl" not in backends):
+    if job.options.backend == "nccl" and (not count or "nccl" not in backends):
         yield ERROR, "gpu", "backend='nccl' cannot be used here: set callbacks.diloco.backend: gloo"
 
 

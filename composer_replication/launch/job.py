@@ -14,7 +14,7 @@ from typing import Any
 
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
-from composer_replication.options import BACKEND, HOSTNAME
+from composer_replication.options import HOSTNAME
 from composer_replication.training.config import (
     SECTION,
     ConfigError,
@@ -293,8 +293,6 @@ def environment(
     if each and len(gpus) >= replicas * each:
         own = gpus[replica_id * each : (replica_id + 1) * each]
         environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    elif gpus:  # NCCL refuses two groups on one GPU
-        environ.setdefault(BACKEND, "gloo")
     return environ
 
 

@@ -317,7 +317,7 @@ def tame_torchft_logs() -> None:
 
 
 def backend_for(device: torch.device, wanted: str | None = None) -> str:
-    """The backend that averages tensors of a device between groups.
+    """The backend that averages tensors of a device between groups: gloo, unless asked for NCCL.
 
     Args:
         device: Where the model is.
@@ -328,4 +328,4 @@ def backend_for(device: torch.device, wanted: str | None = None) -> str:
     """
     if wanted == "nccl" and device.type != "cuda":
         raise ValueError(f"backend='nccl', but the model is on {device}: use 'gloo'")
-    return wanted or ("nccl" if device.type == "cuda" else "gloo")
+    return wanted or "gloo"

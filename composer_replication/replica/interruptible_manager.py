@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions  # pyright: ignore[reportPrivateImportUsage]
 from torchft.manager import Manager, _ManagedWork
+from torchft.process_group import ProcessGroupNCCL
+from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
 
 from composer_replication.replica.rendezvous import SyncAlarm
@@ -29,13 +31,17 @@ class InterruptibleWork:
         is_broken: Says whether the collective can never end well. The wait then ends without it.
             The collective's tensors must not be used again: gloo may write to them until its own
             ``timeout``.
+        finish: Called once it has ended.
     """
 
     LONGEST_NAP_S = 0.01
 
-    def __init__(self, work: Any, is_broken: Callable[[], bool]) -> None:
+    def __init__(
+        self, work: Any, is_broken: Callable[[], bool], finish: Callable[[], object]
+    ) -> None:
         self._work = work
         self._is_broken = is_broken
+        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
@@ -51,7 +57,9 @@ class InterruptibleWork:
             # A twentieth of the wait so far: the sleep does not make short collectives longer, and
             # long ones take no processor time from training.
             time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
-        return self._work.wait() if timeout is None else self._work.wait(timeout)
+        has_ended = self._work.wait() if timeout is None else self._work.wait(timeout)
+        self._finish()
+        return has_ended
 
 
 class DaemonExecutor(futures.Executor):
@@ -82,8 +90,8 @@ class InterruptibleManager(Manager):
     the main thread waits in short sleeps. It also looks at the connection's ``SyncAlarm``, so an
     error that one member sees in a collective ends the collective on all members at once.
 
-    Collectives of tensors on an accelerator are waited for as in torchft: their ``wait`` only
-    queues work on the stream.
+    Over NCCL collectives are waited for as in torchft: their ``wait`` only queues work on the
+    stream, and nothing ends what hangs there before ``timeout`` (ADR-057).
 
     Args:
         **arguments: torchft's (``manager.py``, ``Manager``).
@@ -123,9 +131,10 @@ class InterruptibleManager(Manager):
         should_quantize: bool = False,
         reduce_op: ReduceOp = ReduceOp.AVG,  # pyright: ignore[reportArgumentType]
     ) -> Any:
-        """Start an allreduce, as torchft does. A signal can interrupt the wait on a CPU."""
-        work = super().allreduce(tensor, should_quantize, reduce_op)
-        return self._interruptible(work, tensor)
+        """Start an allreduce, as torchft does. Over gloo a signal can interrupt the wait."""
+        carried = self._carried(tensor)
+        work = super().allreduce(carried, should_quantize, reduce_op)
+        return self._interruptible(work, carried, tensor)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Any:
         """Start to send each group its part of ``sent``. Errors are handled as in ``allreduce``.
@@ -134,8 +143,9 @@ class InterruptibleManager(Manager):
             received: 1-D; the parts from all groups, in the order of the groups.
             sent: 1-D; as many equal parts as there are groups.
         """
+        into, sent = self._carried(received), self._carried(sent)
         return self._start_collective(
-            lambda: self._pg.alltoall_base(received, sent, [], [], AllToAllOptions()), received
+            lambda: self._pg.alltoall_base(into, sent, [], [], AllToAllOptions()), into, received
         )
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
@@ -145,12 +155,13 @@ class InterruptibleManager(Manager):
             gathered: 1-D; the parts from all groups, in the order of the groups.
             own: This group's part.
         """
-        parts = list(gathered.chunk(gathered.numel() // own.numel()))
+        into, own = self._carried(gathered), self._carried(own)
+        parts = list(into.chunk(into.numel() // own.numel()))
         return self._start_collective(
-            lambda: self._pg.allgather([parts], [own], AllgatherOptions()), gathered
+            lambda: self._pg.allgather([parts], [own], AllgatherOptions()), into, gathered
         )
 
-    def _start_collective(self, start: Callable[[], Any], result: Tensor) -> Any:
+    def _start_collective(self, start: Callable[[], Any], carried: Tensor, result: Tensor) -> Any:
         """Do for a collective that torchft's Manager lacks what ``Manager.allreduce`` does.
 
         After an error in the same sync nothing is sent: the sync cannot commit any more.
@@ -158,22 +169,44 @@ class InterruptibleManager(Manager):
         if self.errored():
             return _DummyWork(result)
         try:
-            work = _ManagedWork(self, start(), result)
+            work = _ManagedWork(self, start(), carried)
         except Exception as error:
             self.report_error(error)
             return _DummyWork(result)
-        return self._interruptible(work, result)
+        return self._interruptible(work, carried, result)
 
-    def _interruptible(self, work: Any, tensor: Tensor) -> Any:
-        return InterruptibleWork(work, self._is_broken) if tensor.device.type == "cpu" else work
+    @property
+    def _is_over_nccl(self) -> bool:
+        return isinstance(self._pg, ProcessGroupNCCL)
+
+    def _carried(self, tensor: Tensor) -> Tensor:
+        """What is sent for a tensor: itself, or a copy in host memory of what gloo cannot send."""
+        can_be_sent = self._is_over_nccl or tensor.device.type in ("cpu", "cuda")
+        return tensor if can_be_sent else tensor.cpu()
+
+    def _interruptible(self, work: Any, carried: Tensor, result: Tensor) -> Any:
+        if self._is_over_nccl:
+            return work
+
+        def finish() -> None:
+            if carried is not result:
+                result.copy_(carried)
+
+        return InterruptibleWork(work, self._is_broken, finish)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Vote, as torchft does. A signal can interrupt the wait on a CPU.
+        """Vote, as torchft does. A signal can interrupt the wait.
 
         The vote waits for the other ranks of the group, one of which may have died. On a thread of
-        its own it blocks no signal. With an accelerator it stays on the calling thread, since it
-        synchronises the device of the thread that it runs on.
+        its own it blocks no signal. It synchronises the device of that thread, and a heal loads
+        there: both on the stream of the calling thread.
         """
-        if torch.accelerator.is_available():
-            return super().should_commit(timeout)
-        return self._executor.submit(super().should_commit, timeout).result()
+        available = torch.accelerator.is_available()
+        stream = torch.accelerator.current_stream() if available else None
+        vote = super().should_commit
+
+        def on_stream() -> bool:
+            with get_stream_context(stream):
+                return vote(timeout)
+
+        return self._executor.submit(on_stream).result()

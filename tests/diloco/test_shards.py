@@ -11,13 +11,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import mean_of
+from common import mean_of, written
 from integration.replicas import run_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
@@ -43,8 +44,9 @@ def one_rank(process, folder):
     parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
-        mean = WeightedMean(Shards([local], world, are_held=True), CPU)
-        mean.pack(lambda value, into: into.copy_(value), ([local.view(-1)],), 1.0, asks_ranks=False)
+        layout = Layout(Shards([local], world, are_held=True), [local])
+        mean = WeightedMean(layout, CPU)
+        mean.pack(written(layout, [local]), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
 
 

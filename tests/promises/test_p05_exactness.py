@@ -10,10 +10,12 @@ from promises.groups import learn, run
 from torch import nn
 
 from composer_replication.diloco import shards
-from composer_replication.diloco.averaging.weighted_mean import CHUNK
+from composer_replication.diloco.flat_chunks import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import is_plain_sgd
 from composer_replication.diloco.shards import Shards
+from composer_replication.settings import WIRE_FORMATS
+from composer_replication.simulation import SimulationError
 
 CPU = torch.device("cpu")
 
@@ -77,6 +79,59 @@ def test_outer_state_is_fp32_for_a_bf16_model():
     model = partial(Constant, 0.02, dtype=torch.bfloat16)
     found = run(1, replica, model=model, sync_every=1)
     assert found == [(torch.float32, torch.float32, torch.bfloat16)]
+
+
+# ---- 16-bit models ---------------------------------------------------------------------------
+
+
+def test_what_one_of_eight_groups_has_learnt_stays_in_a_bfloat16_model():
+    # In each round one group in turn moves by a step of bfloat16. What was rounded when theta was
+    # written into the models of the others would take that back.
+    def replica(group):
+        for step in range(16):
+            group.step(-(2.0**-8) if step % 8 == group.id else 0.0)
+        return group.theta[0]
+
+    model = partial(Constant, 1.0, dtype=torch.bfloat16)
+    found = run(8, replica, model=model, outer=plain_sgd(), sync_every=1, same_samples=True)
+    assert found == 8 * [1 - 16 * 2.0**-8 / 8]
+
+
+@pytest.mark.parametrize("wire_format", WIRE_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("delay", [0, 2])
+def test_without_a_learning_rate_nothing_moves_in_a_16_bit_model(wire_format, dtype, delay):
+    def replica(group):
+        group.model.weight.data += 1.0 / 3  # theta is between two numbers of the dtype
+        seen = []
+        for step in range(40):
+            group.step(0.3 * (group.id - 2.5) if step < 8 else 0.0)
+            seen.append(group.theta[0])
+        return seen
+
+    settings = {"sync_every": 4, "wire_format": wire_format, "outer": plain_sgd(0.7)}
+    settings |= {"fragment_sync_delay": delay, "fragment_update_alpha": 0.5 if delay else 0.0}
+    for seen in run(2, replica, model=partial(Constant, dtype=dtype), **settings):
+        assert len(set(seen[:12])) > 1
+        # What is mixed with an alpha cannot come nearer than the dtype's next number.
+        step = 4.0 * torch.finfo(dtype).eps if delay else 0.0
+        assert max(seen[-12:]) - min(seen[-12:]) <= step
+
+
+def test_a_float64_parameter_is_refused_by_name():
+    model = Constant(dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"parameter weight is float64, .*: convert the model"):
+        GlobalParameters(dict(model.named_parameters()), plain_sgd(), CPU)
+
+
+def test_without_memory_for_the_global_state_the_error_has_the_bytes_and_the_ways_out(monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    where = "composer_replication.diloco.global_parameters.resting_memory"
+    monkeypatch.setattr(where, no_memory)
+    with pytest.raises(SimulationError, match=r"8 bytes for each of 1 elements .* backup_device='"):
+        run(1, lambda group: None)
 
 
 # ---- the outer step by chunks is torch's -------------------------------------------------------

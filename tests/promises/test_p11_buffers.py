@@ -15,6 +15,9 @@ from composer_replication.diloco.global_state import digest_of
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
 
+EXACT = 123456789.123456789
+"""Of which float32 has only the first eight digits."""
+
 
 class WithBuffers(Constant):
     """A scalar to train, and a buffer of every kind."""
@@ -26,6 +29,7 @@ class WithBuffers(Constant):
         self.register_buffer("constant", torch.tensor([0.1, 1 / 3]))
         self.register_buffer("causal", torch.tensor([0.0, -math.inf]))
         self.register_buffer("count", torch.tensor(2**60))
+        self.register_buffer("exact", torch.tensor([EXACT, 2.0**30], dtype=torch.float64))
         self.register_buffer("mask", torch.tensor([True, False]))
         self.register_buffer("cache", torch.tensor([0.0]), persistent=False)
 
@@ -38,6 +42,7 @@ def train(group, steps=2, final=False):
         model.low = model.low + by  # a new tensor
         model.cache += by
         model.count += by
+        model.exact[1] += by
         model.mask ^= group.id == 1
         group.step(-1.0)
     if final:
@@ -57,6 +62,8 @@ def test_floating_buffers_become_the_mean_and_all_others_are_the_first_group_s()
     assert one["mean"] == other["mean"] == [3.0]  # (2 + 4) / 2
     assert one["low"] == other["low"] == [3.0]
     assert one["count"] == other["count"] == 2**60 + 2
+    # The mean is of float32 numbers, which have no 2**30 + 2.
+    assert one["exact"] == other["exact"] == [EXACT, 2.0**30 + 2]
     assert one["mask"] == other["mask"] == [True, False]
     assert one["causal"] == other["causal"] == [0.0, -math.inf]
     assert (one["cache"], other["cache"]) == ([2.0], [4.0])
@@ -216,7 +223,7 @@ def test_a_buffer_is_treated_alike_whatever_it_is_when_a_group_resumes(at):
 
 def test_buffers_of_modules_given_one_by_one_go_with_theirs():
     split = synced_tensors([WithBuffers(), nn.BatchNorm1d(2)], DiLoCoSettings(num_fragments=2))
-    buffers = ("mean", "low", "constant", "causal", "count", "mask")
+    buffers = ("mean", "low", "constant", "causal", "count", "exact", "mask")
     assert [*split[0]] == [f"0.{name}" for name in ("weight", *buffers)]
     assert [*split[1]] == [
         f"1.{name}"

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from common import Constant
+from common import Constant, written
 from promises.groups import Group, adamw, sgd
 from promises.groups import run as run_groups
 from promises.honest_jobs import KINDS, Job, Sickness, run
@@ -17,6 +17,7 @@ from torch import nn
 
 from composer_replication import simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
+from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.outer_health import UsualPace, learning_rate
 from composer_replication.diloco.shards import Shards
 from composer_replication.group.checkpoint import CheckpointLayout
@@ -138,9 +139,10 @@ def test_a_counting_buffer_hides_no_group_that_moves_too_far(caplog):
 def test_neither_buffers_nor_the_residual_nor_frozen_layers_count_as_moved():
     tensors = torch.full((4,), 2.0), torch.zeros(60), torch.full((9,), 100.0)
     share = Shards(tensors)
-    mean = QuantizedMean(share, torch.device("cpu"), wire_format="fp4")
+    layout = Layout(share, tensors, 2)
+    mean = QuantizedMean(layout, torch.device("cpu"), wire_format="fp4")
     mean.residual += 50.0
-    mean.pack(lambda value, into: into.copy_(value), (share.own(tensors),), 1.0, num_parameters=2)
+    mean.pack(written(layout, tensors), 1.0)
     assert (mean.moved, mean.moved_each) == (4.0, 2.0)
     assert mean.norm > 300 and mean.sent_norm > mean.norm
 

@@ -101,9 +101,9 @@ def test_a_variable_with_which_torchft_overrides_an_argument_is_warned_of(monkey
 # ---- process groups and the store -----------------------------------------------------------
 
 
-def test_the_backend_follows_the_device():
-    assert backend_for(torch.device("cpu")) == "gloo"
-    assert backend_for(torch.device("cuda", 1)) == "nccl"
+def test_the_backend_is_gloo_unless_asked_for_nccl():
+    assert backend_for(torch.device("cpu")) == backend_for(torch.device("cuda", 1)) == "gloo"
+    assert backend_for(torch.device("cuda", 1), "nccl") == "nccl"
 
 
 # ---- logs -----------------------------------------------------------------------------------

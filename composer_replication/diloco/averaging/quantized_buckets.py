@@ -10,6 +10,7 @@ from torch import Tensor
 
 from composer_replication.diloco.averaging.wire_formats import WireFormat
 from composer_replication.diloco.averaging.wire_sizes import FRAME, PART
+from composer_replication.diloco.flat_chunks import Squares
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 WEIGHT = 4
@@ -38,17 +39,19 @@ class QuantizedBucket:
         wire_format: The format of the messages.
 
     Attributes:
-        total: The sum of all contributions, once the first messages have arrived.
+        has_means: Whether the groups send each other the means of parts.
+        weights: The contributions of the groups, as ``start_second`` got them.
         num_bytes: Size of the bucket on the network. Each of k groups sends 2 (k - 1) / k times
             this size to the others.
         memory_bytes: Size of the memory that ``start_first`` needs.
     """
 
     def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
-        self.values, self.total = values, 0.0
+        self.values = values
+        self.weights: Sequence[float] = ()
         self._groups, self._rank, self._format = groups, rank, wire_format
-        self._scatters = groups > 2
-        parts = groups if self._scatters else 1
+        self.has_means = groups > 2
+        parts = groups if self.has_means else 1
         self._size = max(1, -(-values.numel() // (parts * PART))) * PART
         self._frames: list[Frame] = []
         encoded = 0
@@ -61,10 +64,10 @@ class QuantizedBucket:
             self._frames.append(Frame(slice(start, start + size), slice(encoded, stop), size))
             encoded = stop
         message = WEIGHT + encoded
-        second = [groups * encoded, encoded] if self._scatters else []
+        second = [groups * encoded, encoded] if self.has_means else []
         self._memory_sizes = [parts * message, groups * message, *second]
         self.memory_bytes = sum(self._memory_sizes)
-        self.num_bytes = groups * (message + encoded) // 2 if self._scatters else message
+        self.num_bytes = groups * (message + encoded) // 2 if self.has_means else message
 
     def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
         """Encode the values and start the first message.
@@ -78,7 +81,7 @@ class QuantizedBucket:
             A Work to wait for.
         """
         sent, received, *self._second = memory.split(self._memory_sizes)
-        self._sent = sent.chunk(self._groups if self._scatters else 1)
+        self._sent = sent.chunk(self._groups if self.has_means else 1)
         self._received = received.chunk(self._groups)
         for index, message in enumerate(self._sent):
             message[:WEIGHT].view(torch.float32).fill_(contribution)
@@ -86,21 +89,27 @@ class QuantizedBucket:
                 message[WEIGHT:] = 0
             else:
                 self._encode(self._part(self.values, index), message[WEIGHT:])
-        return (manager.all_to_all if self._scatters else manager.all_gather)(received, sent)
+        return (manager.all_to_all if self.has_means else manager.all_gather)(received, sent)
 
-    def start_second(self, manager: DiLoCoManager, keeps_error: bool) -> Any:
+    def received_weights(self) -> list[Tensor]:
+        """The weight of each group as it has arrived, fp32, once the first messages have."""
+        return [message[:WEIGHT].view(torch.float32) for message in self._received]
+
+    def start_second(
+        self, manager: DiLoCoManager, weights: Sequence[float], keeps_error: bool
+    ) -> Any:
         """Average this group's part and start the second message, once the first has arrived.
 
         Args:
             manager: The manager that ``start_first`` got.
+            weights: The contribution of each group.
             keeps_error: Whether ``finish`` will be asked for the rounding error.
 
         Returns:
             A Work to wait for, or None if there is no second message.
         """
-        self._weights = [float(each[:WEIGHT].view(torch.float32)) for each in self._received]
-        self.total = sum(self._weights)
-        if not self._scatters:
+        self.weights, self._total = weights, sum(weights) or 1.0
+        if not self.has_means:
             return None
         gathered, own = self._second
         mean, scratch = self._scratch(), self._scratch()
@@ -110,31 +119,24 @@ class QuantizedBucket:
             self._format.encode(mean[: frame.size], own[frame.encoded])
             # Without a weight here this group is not in the sum: the connections are those of
             # another quorum, as the peer table says to all.
-            if keeps_error and self._weights[self._rank]:
+            if keeps_error and weights[self._rank]:
                 # The next sync weights this error by this group's share of the mean: undo that.
                 rounded = self._decode(own, frame, scratch)[: exact.numel()]
                 torch.sub(mean[: exact.numel()], rounded, out=exact)
-                exact.mul_(self.total / self._weights[self._rank])
+                exact.mul_(self._total / weights[self._rank])
         return manager.all_gather(gathered, own)
 
-    def mean_square(self) -> Tensor:
-        """Return at least the square of the mean's norm, once all messages have arrived.
+    def add_squares(self, squares: Squares) -> None:
+        """Add the squared norms of what has arrived, once all messages have.
 
-        It adds up the norms of the parts: the sum of them cannot be longer.
+        Args:
+            squares: By the rank of the group that has sent it.
         """
-        scratch, square = self._scratch(), self.values.new_zeros(())
-        if self._scatters:
-            arrived = [[(1.0, part)] for part in self._means()]
-        else:
-            weights = (weight / (self.total or 1.0) for weight in self._weights)
-            messages = (message[WEIGHT:] for message in self._received)
-            arrived = [[*zip(weights, messages, strict=True)]]
-        for parts in arrived:
-            for frame in self._frames:
-                decoded = ((weight, self._decode(part, frame, scratch)) for weight, part in parts)
-                norms = [weight * torch.dot(each, each).sqrt() for weight, each in decoded]
-                square += torch.stack(norms).sum().square()
-        return square
+        scratch = self._scratch()
+        messages = self._means() if self.has_means else [m[WEIGHT:] for m in self._received]
+        for rank, message in enumerate(messages):
+            for frame in self._frames if rank != self._rank else ():  # its own is as it was sent
+                squares.add([self._decode(message, frame, scratch)], [rank])
 
     def finish(self, error: Tensor | None) -> None:
         """Write the mean into ``values``, once all messages have arrived.
@@ -155,7 +157,7 @@ class QuantizedBucket:
                         kept.copy_(values)  # start_second has put the error there
                     else:
                         torch.sub(values, sent, out=kept)
-                if self._scatters:
+                if self.has_means:
                     mean = self._decode(self._means()[index], frame, scratch)
                     values.copy_(mean[: values.numel()])
                 else:
@@ -163,7 +165,7 @@ class QuantizedBucket:
 
     def _averages(self, index: int) -> bool:
         """Whether this group averages a part, and therefore does not send it."""
-        return self._scatters and index == self._rank
+        return self.has_means and index == self._rank
 
     def _means(self) -> Sequence[Tensor]:
         """The means of all parts, as their groups have encoded them."""
@@ -171,13 +173,20 @@ class QuantizedBucket:
 
     def _average(self, frame: Frame, own: Tensor, into: Tensor, scratch: Tensor) -> None:
         """Average a frame of what has arrived, with these values for this group's own."""
-        into.zero_()
-        for rank, (weight, message) in enumerate(zip(self._weights, self._received, strict=True)):
+        size, is_first = own.numel(), True
+        if size < into.numel() or not any(self.weights):
+            into.zero_()  # what is not written below is encoded too
+        for rank, (weight, message) in enumerate(zip(self.weights, self._received, strict=True)):
             if weight:
                 values = own
                 if rank != self._rank:
-                    values = self._decode(message[WEIGHT:], frame, scratch)
-                into[: own.numel()].add_(values[: own.numel()], alpha=weight / self.total)
+                    values = self._decode(message[WEIGHT:], frame, scratch)[:size]
+                share = weight / self._total
+                if is_first:
+                    torch.mul(values, share, out=into[:size])
+                    is_first = False
+                else:
+                    into[:size].add_(values, alpha=share)
 
     def _part(self, values: Tensor, index: int) -> Tensor:
         return values[index * self._size : (index + 1) * self._size]

@@ -18,7 +18,7 @@ from composer_replication.diloco.averaging.quantized_buckets import QuantizedBuc
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART
-from composer_replication.diloco.shards import Shards
+from composer_replication.diloco.flat_chunks import Layout, Squares
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import WIRE_FORMATS
 
@@ -58,16 +58,16 @@ class QuantizedMean(WeightedMean):
     a sync that is tried again sends the same bytes.
 
     Args:
-        share: See ``WeightedMean``.
+        layout: See ``WeightedMean``.
         device: Where the messages live.
         gathers: Whether every rank of the group gets the whole mean.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
     def __init__(
-        self, share: Shards, device: torch.device, gathers: bool = True, *, wire_format: str
+        self, layout: Layout, device: torch.device, gathers: bool = True, *, wire_format: str
     ) -> None:
-        super().__init__(share, device, gathers)
+        super().__init__(layout, device, gathers)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._message_memory = FlatMemory(self.device)
@@ -81,10 +81,10 @@ class QuantizedMean(WeightedMean):
     half of the norm each time."""
     _is_weighted = False
 
-    def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
+    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
         del contribution  # each part carries it
         # Error feedback: what rounding has taken from earlier messages is sent now.
-        values += self.residual[start : start + values.numel()]
+        values += self.residual[place]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()
@@ -103,8 +103,7 @@ class QuantizedMean(WeightedMean):
 
     def _arrived(self) -> tuple[float, float]:
         assert self._exchange is not None, "it has been sent"
-        totals = {bucket.total for bucket in self._exchange.buckets}
-        return totals.pop() if len(totals) == 1 else math.nan, math.sqrt(self._exchange.square)
+        return self._exchange.total, self._exchange.norm
 
     @torch.no_grad()
     def finish(self) -> float:
@@ -114,7 +113,7 @@ class QuantizedMean(WeightedMean):
             return super().finish()
         assert self._exchange is not None, "it has been sent"
         exchange, start = self._exchange, 0
-        self.total, self.divisor = exchange.buckets[0].total, 1.0
+        self.total, self.divisor = exchange.total, 1.0
         residual = self.residual if self.contribution else None
         for bucket in exchange.buckets if self.total else ():
             stop = start + bucket.values.numel()
@@ -179,10 +178,12 @@ class Exchange:
         self.buckets = buckets
         self._manager = manager
         self._keeps_error = contribution > 0
-        available = torch.accelerator.is_available()
-        self._stream = torch.accelerator.current_stream() if available else None
-        self.square = math.nan
-        """The squared norm of the mean that has arrived from several groups."""
+        on_host = memory.device.type == "cpu"
+        self._stream = None if on_host else torch.accelerator.current_stream()
+        self.total = 0.0
+        """The sum of all contributions; not a number if not all buckets have the same ones."""
+        self.norm = math.nan
+        """A norm of which the mean is no longer, without this group's own part."""
         with torch.no_grad():
             parts = memory.split([bucket.memory_bytes for bucket in buckets])
             works = [
@@ -198,22 +199,39 @@ class Exchange:
 
     def _run(self, works: list[Any]) -> None:
         second: list[Any] = []
+        weights: list[float] = []
         with self._reporting():
             for bucket in self.buckets:
                 works.pop(0).wait()
                 if self._manager.errored():
                     break
-                second.append(bucket.start_second(self._manager, self._keeps_error))
+                # All buckets have the same: one wait for an accelerator.
+                weights = weights or torch.cat(bucket.received_weights()).tolist()
+                second.append(bucket.start_second(self._manager, weights, self._keeps_error))
         # A gloo connection stays open while one of its Works exists. If this group has given up,
         # its peers would wait for its messages until their timeout.
         works.clear()
         with self._reporting():
             for work in filter(None, second):
                 work.wait()
-            if self._manager.num_participants() > 1 and not self._manager.errored():
-                squares = [bucket.mean_square() for bucket in self.buckets]
-                self.square = float(torch.stack(squares).sum())
+            if not self._manager.errored():
+                self._measure(weights)
         second.clear()
+
+    def _measure(self, weights: Sequence[float]) -> None:
+        received = torch.cat(
+            [each for bucket in self.buckets for each in bucket.received_weights()]
+        )
+        is_equal = received.tolist() == [*weights] * len(self.buckets)
+        self.total = sum(weights) if is_equal else math.nan
+        squares = Squares(len(weights))
+        for bucket in self.buckets:
+            bucket.add_squares(squares)
+        norms = squares.by_tensor().sqrt()
+        if self.buckets[0].has_means:
+            self.norm = float(norms.norm())
+        else:
+            self.norm = float(norms @ torch.tensor(weights).double()) / (self.total or 1.0)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -231,8 +249,10 @@ class Exchange:
         return True
 
 
-def make_mean(share: Shards, device: torch.device, gathers: bool, wire_format: str) -> WeightedMean:
+def make_mean(
+    layout: Layout, device: torch.device, gathers: bool, wire_format: str
+) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(share, device, gathers)
-    return QuantizedMean(share, device, gathers, wire_format=wire_format)
+        return WeightedMean(layout, device, gathers)
+    return QuantizedMean(layout, device, gathers, wire_format=wire_format)

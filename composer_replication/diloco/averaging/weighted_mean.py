@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,22 +12,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
+from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import UNSEEN, Vitals
-from composer_replication.diloco.shards import Shards
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
-CHUNK = 2**18
-"""Elements that are worked on at a time on a CPU: what is written is still in cache when it is read
-again."""
-
-
-def chunks_of(flat: Tensor, size: int) -> Sequence[Tensor]:
-    """Views of a 1-D tensor of at most ``size`` elements each, in order.
-
-    ``Tensor.split`` takes 6 us in Python for a tensor that needs no split, which adds up to more
-    than the arithmetic in a model of many small tensors.
-    """
-    return flat.split(size) if flat.numel() > size else (flat,)
+Write = Callable[[Chunk, Tensor], object]
+"""Writes this group's values of a chunk, as 1-D fp32, into a tensor."""
 
 
 class WeightedMean:
@@ -42,20 +32,19 @@ class WeightedMean:
     other's messages, and sum those that are sound (``find_unsound``).
 
     Args:
-        share: What this rank sends of the tensors, which have the same order in all groups.
+        layout: The order of what this rank sends of the tensors. It is the same in all groups.
         device: Where the messages live.
         gathers: Whether every rank of the group gets the whole mean, or only that of its share.
     """
 
-    def __init__(self, share: Shards, device: torch.device, gathers: bool = True) -> None:
-        self.share, self.device, self.gathers = share, device, gathers
-        # On an accelerator one kernel a tensor: a launch takes longer than a chunk's arithmetic.
-        self._chunk = CHUNK if device.type == "cpu" else max(1, share.padded)
+    def __init__(self, layout: Layout, device: torch.device, gathers: bool = True) -> None:
+        self.layout, self.device, self.gathers = layout, device, gathers
+        self.share = share = layout.share
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
         self._sums: Tensor | None = None
-        self._squares: list[Tensor] = []
-        """The squared norms of the messages that have arrived."""
+        self._squares: Squares | None = None
+        self._by_tensor: Tensor | None = None
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
@@ -67,15 +56,7 @@ class WeightedMean:
         """The sums are this number times the mean."""
 
     @torch.no_grad()
-    def pack(
-        self,
-        write: Callable[..., object],
-        sources: Sequence[Iterable[Tensor]],
-        contribution: float,
-        *,
-        asks_ranks: bool = True,
-        num_parameters: int | None = None,
-    ) -> None:
+    def pack(self, write: Write, contribution: float, *, asks_ranks: bool = True) -> None:
         """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
 
         ``norm`` is then the L2 norm of the values, not finite if one of them is not, and
@@ -83,37 +64,29 @@ class WeightedMean:
         parameters alone, and ``moved_each`` the root mean square over their elements, except for
         those of parameters that have not moved.
 
+        It waits for an accelerator once.
+
         Args:
-            write: Called with a 1-D part of a tensor of each source, and last with the 1-D fp32
-                tensor that it writes their values into.
-            sources: The tensors: each source yields this rank's part of every tensor, 1-D, as
-                ``share.own`` cuts it.
+            write: Called with each chunk, and where its values belong.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
-            num_parameters: How many of the tensors, from the first on, are parameters; None if all
-                are. The others are buffers.
         """
-        share = self.share
+        share, layout = self.share, self.layout
         flat = self._memory.take(share.padded)
         to_send = flat[share.start : share.stop]
-        own = to_send[: sum(share.sizes)]
-        squares, sizes = [torch.zeros((), device=self.device)], [0.0]
-        sent = squares if self._is_weighted else [squares[0]]
-        start = 0
-        for index, parts in enumerate(zip(own.split(share.sizes), *sources, strict=True)):
-            chunks = [chunks_of(part, self._chunk) for part in parts]
-            for values, *received in zip(*chunks, strict=True):
-                write(*received, values)
-                square = torch.dot(values, values)  # in half the time of a norm
-                squares.append(share.own_part(square, index))
-                self._prepare(start, values, contribution)
-                if sent is not squares:
-                    sent.append(share.own_part(torch.dot(values, values), index))
-                is_parameter = num_parameters is None or index < num_parameters
-                sizes.append(share.own_part(float(values.numel()), index) if is_parameter else 0.0)
-                start += values.numel()
-        sums = self._sums_of(squares, sent, sizes)
+        own = to_send[: layout.num_elements]
+        squares = Squares(len(layout.sizes))
+        sent = squares if self._is_weighted else Squares(len(layout.sizes))
+        for chunk in layout.chunks:
+            values = own[chunk.place]
+            write(chunk, values)
+            parts, indices = values.split(chunk.pieces.sizes), chunk.pieces.indices
+            squares.add(parts, indices)
+            self._prepare(chunk.place, values, contribution)
+            if sent is not squares:
+                sent.add(parts, indices)
+        sums = self._sums_of(squares, sent)
         norms = (share.sum(sums) if asks_ranks else sums).sqrt()
         self.norm, self.sent_norm, self.moved, elements = norms.tolist()
         self.moved_each = self.moved / (elements or 1.0)
@@ -122,28 +95,25 @@ class WeightedMean:
         if not self.contribution:
             # Not multiplied by 0: 0 * nan is nan, and would reach all groups.
             own.zero_()
-        # Padding: what an earlier sync has left there would be summed.
-        to_send[start:] = 0.0
-        weight = torch.tensor([self.contribution], dtype=torch.float32, device=self.device)
-        self.messages, self._sums = [*to_send.split(self.share.bucket), weight], flat
+        if layout.num_elements < to_send.numel():
+            # Padding: what an earlier sync has left there would be summed.
+            to_send[layout.num_elements :] = 0.0
+        weight = torch.full((1,), self.contribution, device=self.device)
+        self.messages, self._sums = [*to_send.split(share.bucket), weight], flat
+        self._squares = self._by_tensor = None
 
-    def _sums_of(
-        self, squares: Sequence[Tensor], sent: Sequence[Tensor], sizes: Sequence[float]
-    ) -> Tensor:
-        """Sum the squares over all, sent, and of parameters; and the elements that have moved.
+    def _sums_of(self, squares: Squares, sent: Squares) -> Tensor:
+        """Sum the squares over all, sent, and of parameters; and the elements that have moved."""
+        copies = torch.tensor(self.share.copies, dtype=torch.float64)
+        by_tensor = squares.by_tensor() / copies
+        of_sent = by_tensor if sent is squares else sent.by_tensor() / copies
+        moved = torch.where(self.layout.are_parameters, by_tensor, 0.0)
+        elements = torch.where(moved > 0, torch.tensor(self.layout.sizes) / copies, 0.0)
+        return torch.stack([each.sum() for each in (by_tensor, of_sent, moved, elements)])
 
-        Args:
-            squares: Of each part of a tensor.
-            sent: Of what is sent for it.
-            sizes: How many elements it has; 0 if it is a buffer.
-        """
-        values, elements = torch.stack([*squares]), torch.tensor(sizes, device=self.device)
-        moved = torch.where(elements > 0, values, 0.0)
-        elements = torch.where(moved > 0, elements, 0.0)
-        return torch.stack([e.sum() for e in (values, torch.stack([*sent]), moved, elements)])
-
-    def _prepare(self, start: int, values: Tensor, contribution: float) -> None:
-        """Weight values that are at ``start`` of this rank's share."""
+    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
+        """Weight values that are at this place of the rank's share."""
+        del place
         if contribution not in (0.0, 1.0):
             values *= contribution
 
@@ -154,13 +124,18 @@ class WeightedMean:
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-        self._squares = squares = []
+        self._squares = squares = Squares(len(self.layout.sizes))
 
-        def note_arrived(message: Tensor) -> None:  # while later messages are on their way
-            squares.append(torch.dot(message, message))
+        def note_arrived(start: int) -> None:  # while later messages are on their way
+            self._add_squares(squares, slice(start, start + self.share.bucket))
 
-        pairs = zip(works, self.messages[:-1], strict=False)
-        return [*(Then(work, partial(note_arrived, part)) for work, part in pairs), works[-1]]
+        starts = range(0, self._own.numel(), self.share.bucket)
+        pairs = zip(works, starts, strict=False)
+        return [*(Then(work, partial(note_arrived, start)) for work, start in pairs), works[-1]]
+
+    def _add_squares(self, squares: Squares, place: slice) -> None:
+        pieces = self.layout.pieces(place)
+        squares.add(self._own[pieces.place].split(pieces.sizes), pieces.indices)
 
     # What has arrived, before the vote.
 
@@ -169,10 +144,22 @@ class WeightedMean:
     _is_weighted = True
     """Whether the contribution is in the values that are sent, or beside them."""
 
+    def squares(self) -> Tensor:
+        """The squared norm of the sums of each tensor, before they are overwritten.
+
+        1-D float64 on the CPU, of what this rank has. It waits for an accelerator once.
+        """
+        if self._by_tensor is None:
+            if self._squares is None:  # the sums are not those that have arrived
+                self._squares = Squares(len(self.layout.sizes))
+                self._add_squares(self._squares, slice(0, self.layout.num_elements))
+            self._by_tensor = self._squares.by_tensor()
+        return self._by_tensor
+
     def _arrived(self) -> tuple[float, float]:
         """Return the sum of the weights, and the norm of what this rank has of the mean."""
         total = float(self.messages[-1])
-        return total, float(torch.stack(self._squares).sum().sqrt()) / total if total else 0.0
+        return total, math.sqrt(float(self.squares().sum())) / total if total else 0.0
 
     def doubt(self, vitals: Collection[Vitals]) -> str:
         """Return what is wrong with the mean that has arrived; empty if nothing is.
@@ -229,6 +216,7 @@ class WeightedMean:
                         parts[rank], alpha=1.0 if self._is_weighted else group.contribution
                     )
         self.messages[-1].fill_(sum(group.contribution for group in vitals.values()))
+        self._squares = self._by_tensor = None
         if manager.participating_rank() not in vitals:
             self.contribution, self.is_left_out = 0.0, True
 
@@ -268,10 +256,15 @@ class WeightedMean:
 
     def sums(self) -> Sequence[Tensor]:
         """``divisor`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
+        sizes = self.share.whole_sizes if self.gathers else self.share.sizes
+        return self.flat_sums.split(sizes)
+
+    @property
+    def flat_sums(self) -> Tensor:
+        """``sums``, one tensor after the other."""
         if self.gathers:
-            sizes = self.share.whole_sizes
-            return self.flat[: sum(sizes)].split(sizes)
-        return self._own[: sum(self.share.sizes)].split(self.share.sizes)
+            return self.flat[: sum(self.share.whole_sizes)]
+        return self._own[: self.layout.num_elements]
 
     def unpack(self) -> Iterator[Tensor]:
         """Divide in place, and yield the mean of each tensor, 1-D fp32. Call it once."""

@@ -10,13 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from common import Constant, TinyMLP
+from common import Constant, TinyMLP, written
 from promises.groups import run
 from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.wire_sizes import PART
+from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.shards import Shards
 from composer_replication.settings import WIRE_FORMATS
 from composer_replication.simulation.simulation import Fault
@@ -40,7 +41,7 @@ def exact_mean(groups, step):
 def attempt(manager, mean, values, weight):
     """One sync up to its vote, which is returned."""
     manager.start_quorum()
-    mean.pack(lambda value, into: into.copy_(value), (values,), weight)
+    mean.pack(written(mean.layout, values), weight)
     for work in mean.send(manager):
         work.wait()
     return manager.should_commit()
@@ -58,7 +59,9 @@ def average(sim, mean, step):
 def make_mean(wire_format, bucket=512):
     share = Shards(map(torch.empty, SIZES))
     share.bucket = bucket
-    return QuantizedMean(share, torch.device("cpu"), wire_format=wire_format)
+    return QuantizedMean(
+        Layout(share, [*map(torch.empty, SIZES)]), torch.device("cpu"), wire_format=wire_format
+    )
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)
@@ -188,3 +191,15 @@ def test_a_manager_that_can_only_sum_is_refused_before_anybody_waits():
         DiLoCo(Summing(), model, inner, wire_format="int8")
     named = re.search(message, str(error.value))
     assert named is not None and callable(pkgutil.resolve_name(named[1]))
+
+
+@pytest.mark.parametrize("wire_format", ENCODED)
+@pytest.mark.parametrize("groups", [2, 3])
+def test_where_no_group_contributes_nothing_arrives(wire_format, groups):
+    def replica(sim):
+        mean = make_mean(wire_format)
+        average(sim, mean, 1)  # leaves numbers in its memory
+        assert attempt(sim.manager, mean, values_of(sim.replica_id, 2), 0.0)
+        return (mean.finish(), *mean._arrived())
+
+    assert simulate(replica, num_replicas=groups) == groups * [(0.0, 0.0, 0.0)]

@@ -1,0 +1,282 @@
+"""Where a fragment's tensors lie in flat buffers, and the chunks in which these are worked on."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, _foreach_copy_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
+
+from composer_replication.diloco.shards import Shards
+
+CHUNK = 2**18
+"""Elements of a chunk on a CPU: what is written is still in cache when it is read again."""
+
+SCRATCH = 2**26
+"""Most bytes of an accelerator's memory for what a chunk needs beside the buffers: 64 MiB."""
+
+ALIGNMENT = 16
+
+
+class Pieces(NamedTuple):
+    """The parts of tensors that lie one after the other in a slice of a flat buffer.
+
+    Attributes:
+        place: The slice.
+        sizes: Elements of each part.
+        parts: The index of its tensor, and which elements of it, as a slice; None for all of it.
+    """
+
+    place: slice
+    sizes: list[int]
+    parts: list[tuple[int, slice | None]]
+
+    @property
+    def indices(self) -> list[int]:
+        """The index of each part's tensor."""
+        return [index for index, _ in self.parts]
+
+
+class Chunk(NamedTuple):
+    """Adjacent elements of flat buffers for which a sync does the same.
+
+    Attributes:
+        pieces: The tensors in it.
+        dtype: That of these tensors in the model.
+        copies: How many ranks of the group hold the same elements.
+        is_parameter: Whether they are parameters, and not buffers.
+    """
+
+    pieces: Pieces
+    dtype: torch.dtype
+    copies: int
+    is_parameter: bool
+
+    @property
+    def place(self) -> slice:
+        return self.pieces.place
+
+    def pairs(self, tensors: Sequence[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
+        views, parts = [], []
+        for view, (index, part) in zip(
+            flat.split(self.pieces.sizes), self.pieces.parts, strict=True
+        ):
+            tensor = tensors[index]
+            if part is not None:
+                tensor = tensor.reshape(-1)[part]
+            elif tensor.dim() != 1:
+                if tensor.is_contiguous():
+                    tensor = tensor.view(-1)
+                else:
+                    view = view.view(tensor.shape)
+            views.append(view)
+            parts.append(tensor)
+        return views, parts
+
+
+class Layout:
+    """The order of a fragment's tensors in flat fp32 buffers: this rank's share, or all of them.
+
+    Arithmetic over a flat buffer takes a few operations however many tensors there are. On a CPU it
+    goes chunk by chunk, so that memory is read once. On an accelerator a launch takes longer than a
+    chunk's arithmetic, so there it goes over all at once, unless it needs scratch memory.
+
+    Args:
+        share: What this rank has of the tensors.
+        tensors: The model's tensors on this rank.
+        num_parameters: How many of them, from the first on, are parameters; None for all. The
+            others are buffers.
+        whole: Whether the buffers have the shares of all ranks, and not this rank's alone.
+        rests_elsewhere: Whether global parameters come from host memory to the accelerator.
+
+    Attributes:
+        sizes: Elements of each tensor in a flat buffer.
+        are_parameters: Which of them are parameters: 1-D bool.
+        chunks: All elements, in order.
+    """
+
+    def __init__(
+        self,
+        share: Shards,
+        tensors: Sequence[Tensor],
+        num_parameters: int | None = None,
+        *,
+        whole: bool = False,
+        rests_elsewhere: bool = False,
+    ) -> None:
+        self.share = share
+        self.sizes = share.whole_sizes if whole else share.sizes
+        self._is_cut = not whole and share.num_shares > 1
+        self._firsts = [*itertools.accumulate(self.sizes, initial=0)]
+        count = len(tensors) if num_parameters is None else num_parameters
+        kinds = ((t.dtype, share.copies[i], i < count) for i, t in enumerate(tensors))
+        self._kinds = [*kinds]
+        self.are_parameters = torch.arange(len(tensors)) < count
+        self._pieces: dict[tuple[int, int], Pieces] = {}
+        self._limit = _limit(tensors, rests_elsewhere)
+        self._scattered = self._find_scattered(tensors)
+        self.chunks = self._cut()
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of a flat buffer in this order."""
+        return self._firsts[-1]
+
+    # ---- chunks ----------------------------------------------------------------------------------
+
+    def follow(self, tensors: Sequence[Tensor]) -> None:
+        """Cut the chunks anew if other tensors are scattered in memory than before.
+
+        Args:
+            tensors: The model's tensors as they are now.
+        """
+        scattered = self._find_scattered(tensors)
+        if scattered != self._scattered:
+            self._scattered = scattered
+            self.chunks = self._cut()
+
+    @staticmethod
+    def _find_scattered(tensors: Sequence[Tensor]) -> list[int]:
+        return [index for index, tensor in enumerate(tensors) if not tensor.is_contiguous()]
+
+    def _cut(self) -> list[Chunk]:
+        chunks = []
+        indices = [index for index, size in enumerate(self.sizes) if size]
+        for kind, group in itertools.groupby(indices, self._kinds.__getitem__):
+            members = [*group]
+            start, end = self._firsts[members[0]], self._firsts[members[-1] + 1]
+            while start < end:
+                stop = min(end, self._end_of(start + self._limit, end))
+                chunks.append(Chunk(self.pieces(slice(start, stop)), *kind))
+                start = stop
+        return chunks
+
+    def _end_of(self, stop: int, end: int) -> int:
+        """Move the end of a chunk behind a scattered tensor, since parts of it have no views."""
+        if stop >= end:
+            return end
+        index = bisect_right(self._firsts, stop) - 1
+        is_inside = index in self._scattered and self._firsts[index] < stop and not self._is_cut
+        return self._firsts[index + 1] if is_inside else stop
+
+    def pieces(self, place: slice) -> Pieces:
+        """Return which parts of tensors are in a slice of a flat buffer; without its padding."""
+        key = place.start, place.stop
+        if key not in self._pieces:
+            self._pieces[key] = self._find_pieces(place)
+        return self._pieces[key]
+
+    def _find_pieces(self, place: slice) -> Pieces:
+        sizes, parts = list[int](), list[tuple[int, slice | None]]()
+        index = max(0, bisect_right(self._firsts, place.start) - 1)
+        while index < len(self.sizes) and self._firsts[index] < place.stop:
+            first, size = self._firsts[index], self.sizes[index]
+            start, stop = max(0, place.start - first), min(size, place.stop - first)
+            if start < stop:
+                begin = self.share.part_start(index) if self._is_cut else 0
+                is_all = not self._is_cut and stop - start == size
+                parts.append((index, None if is_all else slice(begin + start, begin + stop)))
+                sizes.append(stop - start)
+            index += 1
+        return Pieces(slice(place.start, min(place.stop, self.num_elements)), sizes, parts)
+
+    # ---- between the model's tensors and a flat buffer -------------------------------------------
+
+    def read(self, chunk: Chunk, tensors: Sequence[Tensor], into: Tensor) -> None:
+        """Copy a chunk of the model's tensors.
+
+        Args:
+            chunk: The chunk.
+            tensors: The tensors, of any dtype and device.
+            into: 1-D fp32, of the chunk's size.
+        """
+        _foreach_copy_(*chunk.pairs(tensors, into))
+
+    def write(
+        self,
+        chunk: Chunk,
+        values: Tensor,
+        tensors: Sequence[Tensor],
+        alpha: float = 0.0,
+        unmixed: Collection[int] = (),
+        scratch: Tensor | None = None,
+    ) -> None:
+        """Set ``tensors = alpha * tensors + (1 - alpha) * values`` in a chunk.
+
+        Args:
+            chunk: The chunk.
+            values: 1-D fp32, of the chunk's size.
+            tensors: The model's tensors.
+            alpha: With 0 the values are copied, since 0 * nan is nan.
+            unmixed: The tensors that get the values whatever ``alpha`` is, by index.
+            scratch: Memory like ``values`` that may be overwritten.
+        """
+        views, parts = chunk.pairs(tensors, values)
+        if alpha:
+            mixed = torch.empty_like(values) if scratch is None else scratch
+            self.read(chunk, tensors, mixed)
+            torch.lerp(values, mixed, alpha, out=mixed)
+            of_mixed, _ = chunk.pairs(tensors, mixed)
+            triples = zip(chunk.pieces.indices, views, of_mixed, strict=True)
+            views = [view if index in unmixed else mix for index, view, mix in triples]
+        # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
+        _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
+
+
+def _limit(tensors: Sequence[Tensor], rests_elsewhere: bool) -> int:
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "cpu":
+        return CHUNK
+    low = (t.element_size() for t in tensors if t.dtype != torch.float32)
+    scratch = 4 * rests_elsewhere + max(low, default=0)
+    if not scratch:
+        return max(1, sum(t.numel() for t in tensors))
+    return SCRATCH // scratch // ALIGNMENT * ALIGNMENT
+
+
+class Squares:
+    """The squared L2 norm of each tensor in a flat buffer, added up piece by piece.
+
+    Args:
+        count: The number of tensors.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._indices: list[int] = []
+        self._found: list[Tensor] = []
+
+    def add(self, parts: list[Tensor] | tuple[Tensor, ...], indices: list[int]) -> None:
+        """Add parts of tensors. It does not wait for an accelerator.
+
+        Args:
+            parts: 1-D fp32, on one device.
+            indices: The tensor of each part.
+        """
+        self._indices += indices
+        if parts and parts[0].device.type != "cpu":
+            self._found += _foreach_norm(parts)
+        else:
+            self._found += (torch.dot(part, part) for part in parts)  # in half the time of a norm
+
+    def by_tensor(self) -> Tensor:
+        """Return them: 1-D float64 on the CPU. It waits for an accelerator once."""
+        total = torch.zeros(self._count, dtype=torch.float64)
+        if not self._found:
+            return total
+        found = torch.stack(self._found)
+        here = found.to("cpu", torch.float64)
+        if found.device.type != "cpu":
+            here = here.square_()
+        return total.index_add_(0, torch.tensor(self._indices), here)
+
+
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors where they are, in one operation on an accelerator."""
+    copies = [*map(torch.empty_like, tensors)]
+    _foreach_copy_(copies, [*tensors])
+    return copies

@@ -1,0 +1,85 @@
+"""Chunks of a flat buffer: together they are all of it, and each knows its parts of the tensors."""
+
+import pytest
+import torch
+
+from composer_replication.diloco import flat_chunks
+from composer_replication.diloco.flat_chunks import Layout, Squares
+from composer_replication.diloco.shards import Shards
+
+LIMIT = 50
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(flat_chunks, "CHUNK", LIMIT)
+
+
+def tensors():
+    draw = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=draw) for shape in [(7, 3), (), (0, 4), (160,), (12, 5)]]
+    made.append(torch.randn(6, 15, generator=draw).t())  # scattered
+    made += [torch.randn(size, generator=draw).bfloat16() for size in (30, 45)]
+    return [*made, torch.randn(70, generator=draw), torch.randn(5, generator=draw)]
+
+
+def flat_of(layout, values):
+    flat = torch.full((layout.num_elements,), torch.nan)
+    for chunk in layout.chunks:
+        layout.read(chunk, values, flat[chunk.place])
+    return flat
+
+
+def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
+    values = tensors()
+    layout = Layout(Shards(values), values, num_parameters=8)
+    assert torch.equal(flat_of(layout, values), torch.cat([t.reshape(-1).float() for t in values]))
+    places = [chunk.place for chunk in layout.chunks]
+    assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
+    for chunk in layout.chunks:
+        indices = chunk.pieces.indices
+        assert {values[index].dtype for index in indices} == {chunk.dtype}
+        assert {index < 8 for index in indices} == {chunk.is_parameter}
+        size = chunk.place.stop - chunk.place.start
+        assert size == sum(chunk.pieces.sizes) and (size <= LIMIT or 5 in indices)
+    assert [sum(5 in dict(c.pieces.parts) for c in layout.chunks)] == [1], "scattered, so not cut"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25])
+def test_what_is_written_is_what_was_read(alpha):
+    values, into = tensors(), [torch.ones_like(t) for t in tensors()]
+    layout = Layout(Shards(values), values)
+    flat = flat_of(layout, values)
+    for chunk in layout.chunks:
+        layout.write(chunk, flat[chunk.place], into, alpha, unmixed={0, 6})
+    for index, (t, own) in enumerate(zip(values, into, strict=True)):
+        kept = 0.0 if index in (0, 6) else alpha
+        assert torch.allclose(own.float(), (1 - kept) * t.float() + kept, atol=1e-2)
+        assert kept or torch.equal(own, t)
+        assert own.stride() == t.stride()
+
+
+def test_they_follow_a_tensor_that_becomes_scattered():
+    values = [torch.randn(40, 3), torch.randn(9)]
+    layout = Layout(Shards(values), values)
+    assert len(layout.chunks) == 3
+    values[0] = values[0].t().contiguous().t()
+    layout.follow(values)
+    assert [len(chunk.pieces.parts) for chunk in layout.chunks] == [1, 1]
+    flat = torch.cat([t.reshape(-1) for t in values])
+    for chunk in layout.chunks:
+        layout.write(chunk, torch.zeros_like(flat[chunk.place]), values)
+    assert not any(t.any() for t in values)
+
+
+def test_squares_add_up_by_tensor_however_the_buffer_is_cut():
+    values = [t.float() for t in tensors()]
+    layout = Layout(Shards(values), values)
+    flat = flat_of(layout, values)
+    for step in (13, 64, 1000):
+        squares = Squares(len(values))
+        for start in range(0, flat.numel() + 7, step):  # as with padding behind it
+            pieces = layout.pieces(slice(start, start + step))
+            squares.add(flat[pieces.place].split(pieces.sizes), pieces.indices)
+        expected = torch.stack([t.double().square().sum() for t in values])
+        assert torch.allclose(squares.by_tensor(), expected, rtol=1e-6)
