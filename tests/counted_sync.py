@@ -1,9 +1,9 @@
 """What a sync does on an accelerator, counted: operations, copies, waits, and fresh memory.
 
-``python tests/counted_sync.py '{"tensors": 147}'`` with the stand-in device (``LIBRARY``) prints it
-as JSON, of one of two simulated groups. Their network is not counted, nor are the two waits for a
-stream in a sync. Sizes are a tenth of those that ship, and so is the model, of 100 M parameters:
-the counts are the same.
+``python tests/counted_sync.py '[{"tensors": 147}]'`` with the stand-in device (``LIBRARY``) prints
+it as JSON, of the first of two simulated groups. Their network is not counted, nor are the two
+waits for a stream in a sync. Sizes are a hundredth of those that ship, and so is the model, of 100
+million parameters: the counts are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from composer_replication.diloco.averaging import quantized_buckets, quantized_m
 sys.path[:0] = [str(Path(__file__).parents[1] / "benchmarks")]
 from still import Still, build_model  # noqa: E402
 
-SCALE = 10
+SCALE = 100
 PARAMETERS = 100_000_000 // SCALE
 
 NO_WORK = {
@@ -230,7 +230,10 @@ def count(
             run(exchange, works)
 
     quantized_mean.Exchange._run = run_counted  # pyright: ignore[reportAttributeAccessIssue]
-    simulate(replica, num_replicas=groups)
+    try:
+        simulate(replica, num_replicas=groups)
+    finally:
+        quantized_mean.Exchange._run = run
     found["exchange"] = of_exchange.found
     return {
         name: {
@@ -244,4 +247,4 @@ def count(
 if __name__ == "__main__":
     scale_down()
     torch.set_num_threads(1)
-    print(json.dumps(count(**json.loads(sys.argv[1])), indent=1))
+    print(json.dumps([count(**settings) for settings in json.loads(sys.argv[1])], indent=1))

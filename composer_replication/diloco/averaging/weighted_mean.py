@@ -76,17 +76,17 @@ class WeightedMean:
         flat = self._memory.take(share.padded)
         to_send = flat[share.start : share.stop]
         own = to_send[: layout.num_elements]
-        squares = Squares(len(layout.sizes))
-        sent = squares if self._is_weighted else Squares(len(layout.sizes))
+        count = len(layout.sizes)
+        squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
         for chunk in layout.chunks:
             values = own[chunk.place]
             write(chunk, values)
             parts, indices = values.split(chunk.pieces.sizes), chunk.pieces.indices
             squares.add(parts, indices)
             self._prepare(chunk.place, values, contribution)
-            if sent is not squares:
-                sent.add(parts, indices)
-        sums = self._sums_of(squares, sent)
+            if not self._is_weighted:
+                squares.add(parts, [count + index for index in indices])
+        sums = self._sums_of(squares.by_tensor())
         norms = (share.sum(sums) if asks_ranks else sums).sqrt()
         self.norm, self.sent_norm, self.moved, elements = norms.tolist()
         self.moved_each = self.moved / (elements or 1.0)
@@ -102,14 +102,18 @@ class WeightedMean:
         self.messages, self._sums = [*to_send.split(share.bucket), weight], flat
         self._squares = self._by_tensor = None
 
-    def _sums_of(self, squares: Squares, sent: Squares) -> Tensor:
-        """Sum the squares over all, sent, and of parameters; and the elements that have moved."""
+    def _sums_of(self, squares: Tensor) -> Tensor:
+        """Sum squares over all values, all that is sent, and all parameters, and count the elements
+        of parameters that have moved.
+
+        Args:
+            squares: Those of the values by tensor, and then of what is sent if that is another.
+        """
         copies = torch.tensor(self.share.copies, dtype=torch.float64)
-        by_tensor = squares.by_tensor() / copies
-        of_sent = by_tensor if sent is squares else sent.by_tensor() / copies
-        moved = torch.where(self.layout.are_parameters, by_tensor, 0.0)
+        values, sent = squares[: len(copies)] / copies, squares[-len(copies) :] / copies
+        moved = torch.where(self.layout.are_parameters, values, 0.0)
         elements = torch.where(moved > 0, torch.tensor(self.layout.sizes) / copies, 0.0)
-        return torch.stack([each.sum() for each in (by_tensor, of_sent, moved, elements)])
+        return torch.stack([each.sum() for each in (values, sent, moved, elements)])
 
     def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
         """Weight values that are at this place of the rank's share."""
