@@ -174,8 +174,7 @@ class QuantizedBucket:
     def _average(self, frame: Frame, own: Tensor, into: Tensor, scratch: Tensor) -> None:
         """Average a frame of what has arrived, with these values for this group's own."""
         size, is_first = own.numel(), True
-        if size < into.numel():
-            into[size:] = 0.0  # it is encoded too
+        into[size if any(self.weights) else 0 :] = 0.0  # what no group fills is encoded too
         for rank, (weight, message) in enumerate(zip(self.weights, self._received, strict=True)):
             if weight:
                 values = own
