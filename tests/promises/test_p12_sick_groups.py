@@ -61,6 +61,13 @@ def damage_row(monkeypatch, at, bits):
     monkeypatch.setattr(PeerRow, "encode", damaging)
 
 
+def empty_row(monkeypatch, at, bits):
+    encode = PeerRow.encode
+    monkeypatch.setattr(
+        PeerRow, "encode", lambda row: encode(row) if not is_lying() else bytes(len(encode(row)))
+    )
+
+
 def lie_in_row(monkeypatch, field, value):
     encode = PeerRow.encode
 
@@ -91,6 +98,7 @@ LIES = {
     "damaged step": (damage_row, 4, 64),
     "damaged digest": (damage_row, -8, 255),
     "damaged checksum": (damage_row, -1, 5),
+    "zeros": (empty_row, 0, 0),
     "contribution": (lie_in_row, "contribution", -1.0),
     "norm": (lie_in_row, "norm", math.nan),
     "steps": (lie_in_row, "inner_steps", math.inf),
