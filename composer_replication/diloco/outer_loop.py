@@ -111,10 +111,14 @@ class OuterLoop:
         """
         self.clock.quorum_formed()
         try:
-            self.settle()
+            is_settled = self.settle()
             if self.in_flight is None:
                 self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
-            if self.manager.num_participants() < self.manager._min_replica_size:
+            if not is_settled and not self.manager.errored():
+                # The peers of this rank need not wait for what it will not send.
+                self._report(ConnectionError("another rank of this group has not healed"))
+            present = self.manager.num_participants()
+            if not is_settled or present < self.manager._min_replica_size:
                 # The vote will fail. Groups that wait for others would send all their parameters at
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 self.in_flight.abandon()
@@ -347,18 +351,21 @@ class OuterLoop:
         if not self.fragments[0].globals.share.has_ranks:
             self.settle()
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
 
         A heal runs on torchft's thread, where no collective may run. It may fail on one rank alone,
         and the other ranks would then wait in a collective for it. So all ranks call this at each
         sync.
+
+        Returns:
+            Whether all ranks hold the same. If not, they may be at different fragments.
         """
         (have_healed,) = self.fragments[0].globals.mean_over_ranks(self._must_settle)
-        if have_healed < 1:
-            return
-        self._must_settle = False
-        self._take_global()
+        if have_healed == 1:
+            self._must_settle = False
+            self._take_global()
+        return have_healed in (0, 1)
 
     # ---- without inner steps ----------------------------------------------------------------
 
