@@ -158,6 +158,8 @@ class FragmentSync:
         self._buffers: list[Tensor] = []
         self.total_contribution = 0.0
         self.committed = False
+        self.sick_in_a_row = 0
+        """How many syncs in a row have left out what this group has sent of it."""
 
     # ---- a sync ----------------------------------------------------------------------------------
 

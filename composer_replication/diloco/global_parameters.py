@@ -482,6 +482,7 @@ class GlobalParameters:
         if not momentum and self.optimizer.state:
             self.optimizer.state.clear()
             self.momentum.zero_()
+            self._momentum_norm = None
 
     def step_norms(self) -> StepNorms:
         """The norms of the last outer step; the momentum's is 0 before the first one.

@@ -78,7 +78,7 @@ class OuterLoop:
             for index, globals_ in enumerate(global_parameters)
         ]
         self.in_flight: FragmentSync | None = None
-        self._sick_in_a_row = self._steps_lost = self._synced_at = 0
+        self._steps_lost = self._synced_at = 0
         self._is_idle = self._must_settle = self._has_doubts = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
@@ -111,10 +111,14 @@ class OuterLoop:
         """
         self.clock.quorum_formed()
         try:
-            self.settle()
+            is_settled = self.settle()
             if self.in_flight is None:
                 self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
-            if self.manager.num_participants() < self.manager._min_replica_size:
+            if not is_settled and not self.manager.errored():
+                # The peers of this rank need not wait for what it will not send.
+                self._report(ConnectionError("another rank of this group has not healed"))
+            present = self.manager.num_participants()
+            if not is_settled or present < self.manager._min_replica_size:
                 # The vote will fail. Groups that wait for others would send all their parameters at
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 self.in_flight.abandon()
@@ -223,9 +227,9 @@ class OuterLoop:
             self.set_torchft_step()
         if fragment.mean.is_finite and not fragment.mean.is_left_out:
             fragment.discard_synced_steps()
-            self._sick_in_a_row = 0
+            fragment.sick_in_a_row = 0
         else:
-            self._recover(fragment.mean.is_finite)
+            self._recover(fragment)
         seconds = self.clock.read()
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
@@ -287,41 +291,47 @@ class OuterLoop:
 
     # ---- what is dropped: after an unsound pseudo-gradient, and after a heal -----------------
 
-    def _recover(self, is_finite: bool) -> None:
+    def _recover(self, fragment: FragmentSync) -> None:
         """Continue from the global parameters, after a sync without this group's pseudo-gradient.
 
-        That was not finite, far longer than all others, or not what the others have received.
+        What is not finite is in the whole model after an inner step. What was far longer than all
+        others, or not what the others have received, concerns its fragment alone.
 
         Raises:
-            SyncError: More than ``max_sync_retries`` syncs in a row had such a pseudo-gradient.
+            SyncError: More than ``max_sync_retries`` syncs of the fragment in a row had such a
+                pseudo-gradient.
         """
-        self._sick_in_a_row += 1
-        if self._sick_in_a_row > self._settings.max_sync_retries:
+        is_finite, of_all = fragment.mean.is_finite, [*self.fragments]
+        sick = [fragment] if is_finite else of_all
+        for each in sick:
+            each.sick_in_a_row += 1
+        if fragment.sick_in_a_row > self._settings.max_sync_retries:
             raise SyncError(
-                f"this group's pseudo-gradient was not sound in {self._sick_in_a_row} syncs in a "
-                f"row, the last one outer step {self.state.outer_step}: it leaves, and the others "
-                "continue. Check its data, its learning rate and its hardware"
+                f"this group's pseudo-gradient was not sound in {fragment.sick_in_a_row} syncs in "
+                f"a row, the last one outer step {self.state.outer_step}: it leaves, and the "
+                "others continue. Check its data, its learning rate and its hardware"
             )
         log.warning(
             "This group's pseudo-gradient %s at outer step %d: it contributed nothing; "
-            "the group continues from the global parameters with a fresh inner optimizer state",
+            "the group continues from the global parameters%s with a fresh inner optimizer state",
             "was left out" if is_finite else "is not finite",
             self.state.outer_step,
+            "" if sick == of_all else f" of fragment {fragment.fragment_id}",
         )
-        self._forget_local()
-        self._take_global()
-        _clear_state(self._arguments.inner_optimizer)
+        self._forget_local(sick)
+        self._take_global(sick)
+        _clear_state(self._arguments.inner_optimizer, None if sick == of_all else fragment)
 
-    def _forget_local(self) -> None:
-        """What was trained here since the last syncs is lost."""
-        self._steps_lost += max(fragment.unsynced.inner_steps for fragment in self.fragments)
+    def _forget_local(self, fragments: Sequence[FragmentSync]) -> None:
+        """What was trained here since the last syncs of these fragments is lost."""
+        self._steps_lost += max(fragment.unsynced.inner_steps for fragment in fragments)
         self._synced_at = self.inner_steps
-        for fragment in self.fragments:
+        for fragment in fragments:
             fragment.forget_local()
 
-    def _take_global(self) -> None:
+    def _take_global(self, fragments: Sequence[FragmentSync]) -> None:
         """Continue from the global parameters. With shares a collective of the group's ranks."""
-        for fragment in self.fragments:
+        for fragment in fragments:
             fragment.take_global()
         self.state.ledger.stop_reading()
 
@@ -341,24 +351,27 @@ class OuterLoop:
         if self.in_flight is not None:  # the others have committed it without this group
             self.in_flight.abandon()
             self.in_flight = None
-        self._forget_local()
+        self._forget_local(self.fragments)
         self.has_healed = self._must_settle = True
         # A single rank need not wait until others have healed too.
         if not self.fragments[0].globals.share.has_ranks:
             self.settle()
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
 
         A heal runs on torchft's thread, where no collective may run. It may fail on one rank alone,
         and the other ranks would then wait in a collective for it. So all ranks call this at each
         sync.
+
+        Returns:
+            Whether all ranks hold the same. If not, they may be at different fragments.
         """
         (have_healed,) = self.fragments[0].globals.mean_over_ranks(self._must_settle)
-        if have_healed < 1:
-            return
-        self._must_settle = False
-        self._take_global()
+        if have_healed == 1:
+            self._must_settle = False
+            self._take_global(self.fragments)
+        return have_healed in (0, 1)
 
     # ---- without inner steps ----------------------------------------------------------------
 
@@ -407,13 +420,21 @@ class OuterLoop:
         return self.in_flight is not None and self.in_flight.unsynced.unsent is not None
 
 
-def _clear_state(optimizer: torch.optim.Optimizer) -> None:
+def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None) -> None:
     """Reset the inner optimizer's state: moments, and the perturbation that SAM would undo.
 
     A wrapper such as Composer's SAM has the optimizer that it wraps as ``base_optimizer``, and the
     state of that is not in its own.
+
+    Args:
+        optimizer: The inner optimizer.
+        fragment: Whose state. None: all of it.
     """
     each: Any = optimizer
     while isinstance(each, torch.optim.Optimizer):
-        each.state.clear()
+        if fragment is None:
+            each.state.clear()
+        else:
+            for tensor in fragment.globals.local_tensors.values():
+                each.state.pop(tensor, None)
         each = getattr(each, "base_optimizer", None)

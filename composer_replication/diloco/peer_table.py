@@ -280,20 +280,14 @@ class PeerTable:
         faults: dict[int, str] = {}
         if self._manager.errored():
             return rows, faults
-        # A row of zeros was filled in by no group: an encoded row is never all zeros.
-        present = int(table.any(dim=1).sum())
-        for rank, row in enumerate(table if present == len(table) else ()):
+        for rank, row in enumerate(table):
             try:
                 rows[rank] = PeerRow.decode(row.numpy().tobytes(), self._num_fragments)
             except ValueError as error:
-                faults[rank] = str(error)
+                # Of connections of another quorum too. A retry has others, and gathers.
+                faults[rank] = str(error) if row.any() else "its row in the peer table is empty"
         if not rows:
-            self._manager.report_error(
-                ConnectionError(
-                    f"{present} of the quorum's {len(table)} replica groups were in the exchange: "
-                    "its connections are those of another quorum"
-                )
-            )
+            self._manager.report_error(ConnectionError("no row of the peer table is valid"))
         return rows, faults
 
     def _judge(

@@ -196,7 +196,7 @@ class ReplicaGroup:
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
             manager.member.own.saves_to = tuple(filter(is_remote, host.saves_to))
-        manager.register_state_dict_fn(host.name, self._receive, host.state_dict)
+        manager.register_state_dict_fn(host.name, self._receive, self._position)
         diloco = DiLoCo(
             manager,
             host.model,
@@ -214,6 +214,9 @@ class ReplicaGroup:
             self._joined.callback(self.data.close)
         return diloco
 
+    def _position(self) -> dict[str, Any]:
+        return self.host.state_dict() | {"sync_every": self.settings.sync_every}
+
     def _receive(self, position: dict[str, Any]) -> None:
         """Keep a donor's position. On torchft's thread, while training waits for a sync."""
         self._received = position, self.is_in_step
@@ -221,11 +224,14 @@ class ReplicaGroup:
     def _follow_donor(self) -> None:
         """If a sync has healed this group, continue at the position of rank 0's donor.
 
-        torchft picks a donor for each rank, and donors may be at other steps.
+        torchft picks a donor for each rank, and donors may be at other steps. Where groups take
+        unequal numbers of steps, one that has trained keeps its own count: each trains its own.
         """
         if self._received is not None:  # on all ranks alike, and seldom: no collective else
-            received, self._received = broadcast(self._received), None
-            self.host.load_state_dict(*received)
+            (position, is_in_step), self._received = broadcast(self._received), None
+            is_equal = position.pop("sync_every") == self.settings.sync_every
+            if not self.host.steps or (is_equal and self.settings.round_seconds is None):
+                self.host.load_state_dict(position, is_in_step)
 
     # ---- steps ------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Rendezvous:
         limit_s: How long the others may take, in seconds.
     """
 
-    POLL_S = 0.02
+    POLL_S, LOOK_EVERY_S = 0.02, 1.0
 
     def __init__(
         self, boards: Mapping[str, Notices], own_name: str, number: int, limit_s: float
@@ -83,7 +83,7 @@ class Rendezvous:
             ConnectionError: A member does not connect, has gone, or has not answered within
                 ``limit_s``.
         """
-        deadline = time.monotonic() + self._limit_s
+        began = looked = time.monotonic()
         first, own = next(iter(self._boards.values())), self._boards[self._own_name]
         first.post(self._answers[self._own_name], "yes")
         while True:
@@ -95,15 +95,29 @@ class Rendezvous:
                 self.decline((), declining)
                 group = declining.partition(":")[0]
                 raise ConnectionError(f"replica group {group} cannot reach all others")
-            if len(answers) == len(self._answers):
+            missing = [name for name, key in self._answers.items() if key not in answers]
+            if not missing:
                 return
-            if time.monotonic() > deadline:
-                missing = next(name for name, key in self._answers.items() if key not in answers)
+            now = time.monotonic()
+            if now > began + self._limit_s:
                 raise ConnectionError(
-                    f"replica group {missing.partition(':')[0]} has not said within "
+                    f"replica group {missing[0].partition(':')[0]} has not said within "
                     f"{self._limit_s:g} s that it can connect"
                 )
+            if now > looked + self.LOOK_EVERY_S:
+                looked = now
+                self._look_for(missing)
             time.sleep(self.POLL_S)
+
+    def _look_for(self, missing: Collection[str]) -> None:
+        """Find a member that has died since its address was tried. One that is slow answers."""
+        for name in missing:
+            try:
+                self._boards[name].read([])
+            except OSError as error:
+                self.decline([name])
+                group = name.partition(":")[0]
+                raise ConnectionError(f"replica group {group} has gone: {error}") from error
 
 
 class SyncAlarm:

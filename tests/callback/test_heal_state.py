@@ -5,6 +5,7 @@ Real: Composer's Trainer, its schedulers and torch's. The network is the simulat
 
 import logging
 from contextlib import closing
+from functools import partial
 
 import pytest
 import torch
@@ -53,7 +54,9 @@ class Rates(Callback):
         self.found[state.timestamp.batch.value] = float(rate)
 
 
-def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **diloco):
+def rates_of_two_groups(
+    build, faults, *, every_batch=True, duration="12ba", each=({}, {}), **diloco
+):
     """Of each of two groups, the second of which has a fault."""
 
     def replica(sim):
@@ -64,7 +67,7 @@ def rates_of_two_groups(build, faults, *, every_batch=True, duration="12ba", **d
             return optimizers[0]
 
         trainer = trainer_of(
-            callback_of(sim, **diloco),
+            callback_of(sim, **diloco | each[sim.replica_id]),
             rates := Rates(),
             replica_id=sim.replica_id,
             optimizer=sgd,
@@ -97,6 +100,27 @@ def test_who_joins_has_the_others_learning_rate_from_its_first_batch_on(build, f
     shared = [batch for batch in other if batch >= 6]
     assert shared == list(range(6, 12))
     assert [other[batch] for batch in shared] == pytest.approx([one[batch] for batch in shared])
+
+
+UNEQUAL = [
+    {"each": ({"sync_every": 4}, {"sync_every": 2}), "weight_by": "steps"},
+    {"each": ({"sync_every": 2}, {"sync_every": 4}), "weight_by": "steps"},
+    {"sync_every": 4, "round_seconds": 0.01, "weight_by": "steps"},
+]
+
+
+@pytest.mark.parametrize("settings", UNEQUAL)
+def test_where_rounds_differ_a_group_that_is_left_behind_trains_its_own_batches(settings):
+    faults = [Fault("left_behind", replica_id=1, step=3)]
+    build = partial(StepLR, step_size=1, gamma=0.9)
+    for found in rates_of_two_groups(build, faults, duration="32ba", **settings):
+        assert found == {batch: pytest.approx(0.05 * 0.9**batch) for batch in range(32)}
+
+
+def test_where_rounds_differ_a_newcomer_begins_where_its_donor_is():
+    build = partial(StepLR, step_size=1, gamma=0.9)
+    one, other = rates_of_two_groups(build, JOINS_LATE, **UNEQUAL[0])
+    assert min(other) == 12 - len(other) >= 8 and other.items() <= one.items()
 
 
 def test_where_schedulers_step_with_epochs_a_joiner_has_taken_the_steps_of_the_others():

@@ -117,6 +117,19 @@ def test_a_group_that_contributes_nothing_is_in_none_of_them():
         assert cosines(report) == cosines(other) == near(values, 1e-5)
 
 
+def test_momentum_that_a_row_of_the_schedule_has_dropped_has_no_direction():
+    def replica(group):
+        group.step(*[-1.0] * 8)
+        return group.of_reports("momentum_cosine")
+
+    # At outer step 5, which is one of fragment a, momentum 0 drops that of both fragments.
+    rows = [{"outer_step": 5, "outer_momentum": 0.0}, {"outer_step": 6, "outer_momentum": 0.9}]
+    model = partial(Constant, a=(2,), b=(2,))
+    settings = {"model": model, "fragment_patterns": ["a", "b"], "sync_every": 2}
+    (found,) = run(1, replica, outer_momentum=0.9, schedule=rows, **settings)
+    assert [n for n, value in enumerate(found, 1) if value is None] == [1, 2, 5, 6, 7]
+
+
 def test_a_direction_that_is_not_known_is_left_out_of_the_metrics():
     ((one, two),) = train_by(drawn(1, rounds=2))
     assert cosines(one) == [None] * 3

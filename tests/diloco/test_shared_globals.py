@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import TinyMLP
+from common import Buffered, TinyMLP
 from integration.replicas import run_groups
 from promises.groups import STREAMING, Group, run
 from torch import nn
@@ -148,7 +148,7 @@ def keep_step(rank, world):
 def heal_together(rank, world):
     """A group that is left behind heals as one of a single rank does, once all ranks have."""
 
-    def healed(ranks, outer=None, fails=None):
+    def healed(ranks, outer=None, fails=None, model=Model, **settings):
         def replica(sim):
             register, functions = sim.manager.register_state_dict_fn, []
 
@@ -157,7 +157,8 @@ def heal_together(rank, world):
                 register(key, load, save)
 
             sim.manager.register_state_dict_fn = registering
-            with Group(sim, Model, outer, sync_every=2, ranks=ranks) as group:
+            settings.setdefault("sync_every", 2)
+            with Group(sim, model, outer, ranks=ranks, **settings) as group:
                 group.step(0.01, 0.02, 0.03)  # a round, and one inner step of the next
                 heal, save = functions
                 theirs = copy.deepcopy(save())
@@ -186,6 +187,9 @@ def heal_together(rank, world):
         found = healed(world, outer)
         assert found == healed(None, outer) and found[0] == [(1, 1, 0), (3, 0, 2)]
         assert healed(world, outer, fails=2) == found, "one rank heals a quorum later"
+    # Until then the ranks are at unlike fragments, of which the first alone has buffers.
+    streaming = {"model": Buffered, "sync_every": 6, "num_fragments": 3}
+    assert healed(world, fails=2, **streaming) == healed(None, **streaming)
 
 
 def ask_alone(rank, world):

@@ -61,6 +61,13 @@ def damage_row(monkeypatch, at, bits):
     monkeypatch.setattr(PeerRow, "encode", damaging)
 
 
+def empty_row(monkeypatch, at, bits):
+    encode = PeerRow.encode
+    monkeypatch.setattr(
+        PeerRow, "encode", lambda row: encode(row) if not is_lying() else bytes(len(encode(row)))
+    )
+
+
 def lie_in_row(monkeypatch, field, value):
     encode = PeerRow.encode
 
@@ -91,6 +98,7 @@ LIES = {
     "damaged step": (damage_row, 4, 64),
     "damaged digest": (damage_row, -8, 255),
     "damaged checksum": (damage_row, -1, 5),
+    "zeros": (empty_row, 0, 0),
     "contribution": (lie_in_row, "contribution", -1.0),
     "norm": (lie_in_row, "norm", math.nan),
     "steps": (lie_in_row, "inner_steps", math.inf),
@@ -165,6 +173,45 @@ def test_a_group_that_stays_sick_leaves_and_the_others_go_on(monkeypatch):
     first, second, sick = trained(3, attempt(train), max_sync_retries=1)
     assert "was not sound in 2 syncs in a row" in sick
     assert first == second and all(map(math.isfinite, first[0]))
+
+
+def too_long_in_b(sick_steps, max_sync_retries):
+    """Three groups, a fragment synced after each step; b after steps 1, 4, 7 and 10."""
+
+    def replica(group):
+        for step in range(12):
+            for name, tensor in group.model.named_parameters():
+                is_sick = (group.id, name) == (2, "b") and step in sick_steps
+                tensor.grad = torch.full_like(tensor, 1e4 if is_sick else 1.0)
+            group.inner.step()
+            group.reports += group.diloco.pop_finished_syncs()
+            if step == 7:
+                parts = dict(group.model.named_parameters())
+                kept = "".join(name for name in parts if parts[name] in group.inner.state)
+        return group.of_reports("contribution", "steps_lost"), group.theta, kept
+
+    return trained(
+        3,
+        attempt(replica),
+        model=partial(Constant, 0.0, a=(2,), b=(2,), c=(2,)),
+        inner=partial(torch.optim.SGD, lr=1.0, momentum=1e-9),
+        fragment_patterns=["a", "b", "c"],
+        sync_every=3,
+        max_sync_retries=max_sync_retries,
+    )
+
+
+def test_too_long_in_one_fragment_costs_the_steps_of_that_fragment_alone():
+    healthy, _, sick = too_long_in_b({7}, 2)
+    moved = pytest.approx([-10.0, -11.0, -12.0])
+    assert healthy == ([(1.0, 0)] * 12, moved, "abc")
+    assert sick == ([(1.0, 0)] * 7 + [(0.0, 3)] + [(1.0, 0)] * 4, moved, "ac")
+
+
+def test_a_group_leaves_that_stays_sick_in_one_fragment_while_the_others_are_sound():
+    healthy, _, sick = too_long_in_b({4, 7, 10}, 2)
+    assert "was not sound in 3 syncs in a row" in sick
+    assert healthy[0] == [(1.0, 0)] * 12
 
 
 # ---- not finite -------------------------------------------------------------------------------

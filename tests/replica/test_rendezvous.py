@@ -70,6 +70,16 @@ def test_one_that_never_answers_is_named(boards):
                 wait.result()
 
 
+def test_one_that_dies_before_it_answers_is_noticed_at_once(boards):
+    gone = {**boards, "c:1": "127.0.0.1:9"}
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        for wait in [pool.submit(rendezvous(gone, name).wait_for_all) for name in NAMES[:2]]:
+            with pytest.raises(ConnectionError, match="c has gone|cannot reach all others"):
+                wait.result()
+    assert time.monotonic() - began < 10  # of 20
+
+
 def test_a_member_whose_board_is_gone_is_a_failed_connection(boards):
     gone = {**boards, "a:1": "127.0.0.1:9"}
     with pytest.raises(ConnectionError):

@@ -120,10 +120,9 @@ class QuantizedBucket:
             # Without a weight here this group is not in the sum: the connections are those of
             # another quorum, as the peer table says to all.
             if keeps_error and weights[self._rank]:
-                # The next sync weights this error by this group's share of the mean: undo that.
                 rounded = self._decode(own, frame, scratch)[: exact.numel()]
                 torch.sub(mean[: exact.numel()], rounded, out=exact)
-                exact.mul_(self._total / weights[self._rank])
+                exact.mul_(self._total)
         return manager.all_gather(gathered, own)
 
     def add_squares(self, squares: Squares) -> None:
@@ -142,7 +141,8 @@ class QuantizedBucket:
         """Write the mean into ``values``, once all messages have arrived.
 
         Args:
-            error: Where to write this group's rounding error. None: it is not kept.
+            error: Where to write by how much this group's rounding has changed the sum, which is
+                the mean times all weights. None: it is not kept.
         """
         sent_scratch, scratch = self._scratch(), self._scratch()
         for index, message in enumerate(self._sent):
@@ -156,7 +156,7 @@ class QuantizedBucket:
                     if sent is values:
                         kept.copy_(values)  # start_second has put the error there
                     else:
-                        torch.sub(values, sent, out=kept)
+                        torch.sub(values, sent, out=kept).mul_(self.weights[self._rank])
                 if self.has_means:
                     mean = self._decode(self._means()[index], frame, scratch)
                     values.copy_(mean[: values.numel()])

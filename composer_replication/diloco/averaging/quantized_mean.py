@@ -74,7 +74,7 @@ class QuantizedMean(WeightedMean):
         self._taken: Tensor | None = None
         size = self.share.stop - self.share.start
         self.residual = torch.zeros(size, device=self.device)
-        """The residual of this rank's share, 1-D fp32, in units of the pseudo-gradient."""
+        """The residual of this rank's share, 1-D fp32: what rounding has taken from the sum."""
 
     SLACK = 2.5
     """See ``WeightedMean.SLACK``. fp4 rounds twice, on the way to the mean and back, and may add
@@ -82,9 +82,10 @@ class QuantizedMean(WeightedMean):
     _is_weighted = False
 
     def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
-        del contribution  # each part carries it
-        # Error feedback: what rounding has taken from earlier messages is sent now.
-        values += self.residual[place]
+        # Error feedback: what rounding has taken from earlier sums is sent now. It adds as much to
+        # this sum, whatever this group weighed then and weighs now.
+        if contribution:
+            values.add_(self.residual[place], alpha=1 / contribution)
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         groups, rank = manager.num_participants(), manager.participating_rank()

@@ -80,6 +80,41 @@ def test_the_sum_of_all_means_is_the_true_one_but_for_what_is_kept_back(wire_for
     assert float((seen[0][0] - true).norm()) > 100 * float((seen[0][0] + kept - true).norm())
 
 
+@pytest.mark.parametrize("wire_format", ENCODED)
+@pytest.mark.parametrize("groups", [2, 3])
+def test_what_is_kept_back_with_one_weight_brings_no_more_to_the_sum_with_another(
+    wire_format, groups
+):
+    def weight(group, step):
+        return 1.0 if group == groups - 1 and step % 4 == 1 else 1000.0
+
+    def replica(sim):
+        mean, sums, worst = make_mean(wire_format), 0.0, []
+        for step in range(ROUNDS):
+            number = sim.replica_id
+            assert attempt(sim.manager, mean, values_of(number, step), weight(number, step))
+            total = mean.finish()
+            taken = torch.cat(list(mean.unpack())).double()
+            mean.clear()
+            sums += total * taken
+            true = true_sum(step) / total
+            worst.append(float((taken - true).norm() / true.norm()))
+        return sums, mean.gather_residual().double(), worst
+
+    def true_sum(step):
+        return sum(
+            weight(group, step) * torch.cat(values_of(group, step)).double()
+            for group in range(groups)
+        )
+
+    seen = simulate(replica, num_replicas=groups)
+    kept = sum(residual for _, residual, _ in seen)
+    true = sum(map(true_sum, range(ROUNDS)))
+    assert torch.allclose(seen[0][0] + kept, true, rtol=0, atol=1000 * 2e-5)
+    for _, _, errors in seen:
+        assert max(errors) < 3 * errors[0]
+
+
 @pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize("wire_format", ENCODED)
 def test_where_a_frame_ends_changes_no_bit(wire_format, groups, monkeypatch):
