@@ -5,6 +5,7 @@ For a trainer with loaders of its own, ``replica_shard`` is the fixed part of a 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -201,7 +202,25 @@ def replica_shard(dataset: Any) -> Any:
             split_dataset_by_node,
         )
 
-        return split_dataset_by_node(dataset, int(name), count)
+        how = {}
+        if _counts_samples(dataset):
+            # By files, each group would count for itself: take and skip would not meet any more.
+            how["strategy"] = "examples"
+            if "strategy" not in inspect.signature(split_dataset_by_node).parameters:
+                raise ValueError(
+                    "this stream counts samples (skip, take or with_indices) before replica_shard, "
+                    "which needs datasets 5.1 or newer to divide it: upgrade it, or give "
+                    "replica_shard the stream as it was loaded"
+                )
+        return split_dataset_by_node(dataset, int(name), count, **how)
     # Each group gets the same number of samples.
     own = range(int(name), len(dataset) - len(dataset) % count, count)
     return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
+
+
+def _counts_samples(part: Any) -> bool:
+    """Whether a stream of ``datasets``, or a part that it is made of, counts the samples so far."""
+    before = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    before += getattr(part, "ex_iterables", ())
+    counts = hasattr(part, "split_when_sharding") or getattr(part, "with_indices", False)
+    return counts or any(map(_counts_samples, filter(None, before)))

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("trl", reason="trl is not installed")
 
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets, interleave_datasets
 from integration.replicas import Group, kept_messages, run_groups
 from peft import LoraConfig
 from torch.utils.data import IterableDataset
@@ -168,6 +168,51 @@ def test_a_dataset_that_is_iterated_is_divided_if_it_is_one_of_datasets(shards, 
     assert sorted(sum(parts, [])) == ROWS
     with pytest.raises(ValueError, match="Endless can only be iterated.*yield every 2-th in"):
         replica_shard(Endless())
+
+
+def number(row, index):
+    return {"number": index, **row}
+
+
+# What keeps the samples from number 9 on, before replica_shard.
+CUTS = {
+    "skip": lambda stream: stream.skip(9),
+    "skip, then map": lambda stream: stream.skip(9).map(dict),
+    "take": lambda stream: stream.skip(9).take(11),
+    "shuffle, then skip": lambda stream: stream.shuffle(seed=3, buffer_size=7).skip(9),
+    "filter by index": lambda stream: stream.filter(lambda row, i: i >= 9, with_indices=True),
+    "map by index": lambda stream: stream.map(number, with_indices=True).filter(
+        lambda row: row["number"] >= 9
+    ),
+    "interleaved": lambda stream: interleave_datasets([stream.skip(9), stream.skip(20)]),
+    "concatenated": lambda stream: concatenate_datasets([stream.skip(9), stream.take(4)]),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("groups", [2, 3, 4])
+def test_a_stream_that_was_cut_is_divided_by_samples(cut, groups, monkeypatch):
+    stream = cut(WHOLE.to_iterable_dataset(4))
+    parts = parts_of(stream, groups, monkeypatch)
+    assert sorted(sum(parts, [])) == sorted(row["x"] for row in stream)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_stream_that_was_not_cut_is_divided_by_files(monkeypatch):
+    stream = WHOLE.to_iterable_dataset(4).shuffle(seed=3).map(dict)
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
+    monkeypatch.setenv("REPLICA_GROUP_ID", "1")
+    assert replica_shard(stream).num_shards == 2  # it reads no file of the other group
+
+
+def test_a_version_of_datasets_that_cannot_divide_by_samples_is_named(monkeypatch):
+    def split_dataset_by_node(dataset, rank, world_size):
+        raise AssertionError("the samples would leak")
+
+    monkeypatch.setenv("REPLICA_GROUP_ID", "0")
+    monkeypatch.setattr("datasets.distributed.split_dataset_by_node", split_dataset_by_node)
+    with pytest.raises(ValueError, match="skip, take or with_indices.* needs datasets 5.1 or new"):
+        replica_shard(WHOLE.to_iterable_dataset(4).skip(9))
 
 
 def train_on_the_same(group: Group, folder: Path) -> list[str]:
