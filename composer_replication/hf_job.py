@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from glob import escape
@@ -203,7 +204,8 @@ class TrainerJob(Host):
             # The donor took the step before it; torch warns if a scheduler steps before the
             # optimizer.
             self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-            scheduler.step()
+            if "metrics" not in inspect.signature(scheduler.step).parameters:
+                scheduler.step()  # the others wait for the metric of an evaluation
         for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         self.trainer.state.global_step = saved["steps"]
