@@ -179,3 +179,17 @@ class Host:
             is_in_step: Whether this group has healed inside a step.
         """
         raise NotImplementedError
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Reject an inner optimizer that moves the weights outside of its steps.
+
+    Raises:
+        ValueError: It has the ``eval`` and ``train`` of schedule-free optimizers.
+    """
+    if callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"DiLoCo cannot train with {type(optimizer).__name__}, whose eval() and train() move "
+            "the weights between steps, also while the model shows the global ones: use an "
+            "optimizer without these, such as AdamW"
+        )

@@ -20,7 +20,7 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
-from composer_replication.group.host import Host
+from composer_replication.group.host import Host, check_optimizer
 from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import (
     ERROR,
@@ -134,7 +134,7 @@ class ReplicaGroup:
             BadStateError: The checkpoint is damaged, or is one of another model.
             SettingsMismatch: It was saved with other fragments, or the other groups' settings
                 differ.
-            ValueError: A setting does not fit the model, or the fit before trained other
+            ValueError: A setting or the optimizer does not fit, or the fit before trained other
                 parameters, or left other values of them.
         """
         if self.diloco is not None:
@@ -149,6 +149,7 @@ class ReplicaGroup:
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
         try:
+            check_optimizer(self.host.optimizer)
             ask_on_rank_0(self.hold_folders)
             self._joined.callback(self.host.averages.leave)
             self.continuation.begin(self.settings)

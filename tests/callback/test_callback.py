@@ -93,6 +93,22 @@ def test_what_the_environment_lacks_is_named_when_training_starts(monkeypatch, a
     trainer.close()
 
 
+def test_an_optimizer_that_moves_weights_between_steps_is_refused():
+    class ScheduleFree(torch.optim.SGD):
+        def eval(self):
+            """As in the package schedulefree: changes the weights that are evaluated."""
+
+    def built(parameters):
+        return ScheduleFree(parameters, lr=0.1)
+
+    callback = DiLoCoCallback(replica_id=0, num_replicas=1)
+    trainer = trainer_of(callback, optimizer=built, max_duration="1ba")
+    with pytest.raises(ValueError, match="^DiLoCo cannot train with ScheduleFree, whose eval"):
+        trainer.fit()
+    assert callback.diloco is None
+    trainer.close()
+
+
 # ---- what counts as an inner step -----------------------------------------------------------
 
 

@@ -73,6 +73,24 @@ def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(
     assert trainer.callback.diloco is None
 
 
+class ScheduleFree(torch.optim.AdamW):
+    """As in the package schedulefree: an evaluation is of other weights than a step."""
+
+    def move(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(0.9)
+
+    eval = train = move
+
+
+def test_an_optimizer_that_moves_weights_between_steps_is_refused_as_it_is(tmp_path):
+    trainer = alone(tmp_path)
+    trainer.optimizer = ScheduleFree(trainer.model.parameters())
+    with pytest.raises(ValueError, match="^DiLoCo cannot train with ScheduleFree, .* as AdamW$"):
+        trainer.train()
+    assert trainer.callback.diloco is None
+
+
 def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 4}
     trainer_of(None, arguments_of(tmp_path, **saves)).train()
