@@ -26,7 +26,7 @@ from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller, when_over
 from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE
-from composer_replication.group.host import GroupArguments
+from composer_replication.group.host import GroupArguments, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.hf_job import TrainerJob, check_parallelism
@@ -101,6 +101,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._job.watch_losses()  # before a join, which is a sync
         with rejections(self._group.options):
             check_parallelism(trainer)
+            check_is_one(trainer.callback_handler.callbacks, DiLoCoTrainerCallback)
             self._group.ask_coordinator()
             self._load(train.f_locals["resume_from_checkpoint"])
             self._group.join(self._manager)

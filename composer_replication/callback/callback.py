@@ -22,7 +22,7 @@ from composer_replication.callback.composer_job import (
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import when_over
-from composer_replication.group.host import GroupArguments
+from composer_replication.group.host import GroupArguments, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.options import ReplicaOptions
@@ -127,6 +127,7 @@ class DiLoCoCallback(Callback):
     def init(self, state: State, logger: Logger) -> None:
         check_parallelism(state)  # here, since Composer shards the model after this event
         check_algorithms(state)
+        check_is_one(state.callbacks, DiLoCoCallback)
         # Put this callback before all others. A callback before it would run at fit_end on the
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,

@@ -193,3 +193,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             "the weights between steps, also while the model shows the global ones: use an "
             "optimizer without these, such as AdamW"
         )
+
+
+def check_is_one(callbacks: Sequence[Any], kind: type) -> None:
+    """Reject a second callback of ours among those of a trainer.
+
+    Raises:
+        ValueError: There are several, which would be one replica group several times.
+    """
+    count = sum(isinstance(each, kind) for each in callbacks)
+    if count > 1:
+        raise ValueError(f"{count} callbacks {kind.__name__} in one Trainer: leave all but one out")

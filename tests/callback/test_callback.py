@@ -109,6 +109,14 @@ def test_an_optimizer_that_moves_weights_between_steps_is_refused():
     trainer.close()
 
 
+def test_a_second_callback_in_a_trainer_is_refused_at_once():
+    class Mine(DiLoCoCallback):
+        """Of a user."""
+
+    with pytest.raises(ValueError, match="^2 callbacks DiLoCoCallback in one Trainer: leave all"):
+        trainer_of(*(kind(replica_id=0, num_replicas=1) for kind in (DiLoCoCallback, Mine)))
+
+
 # ---- what counts as an inner step -----------------------------------------------------------
 
 
