@@ -16,6 +16,7 @@ from composer_replication.arguments import pick
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
+from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.group.continuation import Continuation
@@ -197,6 +198,9 @@ class ReplicaGroup:
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
             manager.member.own.saves_to = tuple(filter(is_remote, host.saves_to))
+            (generators := Generators()).save()
+            manager.member.own.data = digests_of_divided()
+            generators.restore()
         manager.register_state_dict_fn(host.name, self._receive, host.state_dict)
         diloco = DiLoCo(
             manager,

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,11 +22,12 @@ pytest.importorskip("trl", reason="trl is not installed")
 from datasets import Dataset, concatenate_datasets, interleave_datasets
 from integration.replicas import Group, kept_messages, run_groups
 from peft import LoraConfig
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, random_split
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from composer_replication.hf import DiLoCoTrainerCallback, replica_shard
+from hosts.hf_trainers import in_group
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -229,6 +231,45 @@ def test_groups_of_trl_on_the_same_samples_are_warned_of(tmp_path):
     said = "groups group_0 and group_1 train on the same samples, .* with replica_shard.dataset.; "
     for messages in run_groups(train_on_the_same, folder=tmp_path):
         assert any(re.match(said, message) for message in messages), messages
+
+
+TEXTS = Dataset.from_list([{"text": f"the number {i}"} for i in range(64)])
+OTHER_ORDERS = {
+    "an unseeded shuffle": lambda: TEXTS.shuffle(),
+    "an unseeded split": lambda: TEXTS.train_test_split(0.5)["train"],
+    "a stream": lambda: TEXTS.to_iterable_dataset(4).shuffle(buffer_size=8),
+    "torch's split": lambda: random_split([*TEXTS], [32, 32])[0],
+    "other samples": lambda: TEXTS.select(range(64 - int(os.environ["REPLICA_GROUP_ID"]))),
+}
+SAME_ORDER = {
+    "a seeded shuffle": lambda: TEXTS.shuffle(seed=3),
+    "a seeded stream": lambda: TEXTS.to_iterable_dataset(4).shuffle(seed=3, buffer_size=8),
+    "a random transform": lambda: TEXTS.with_transform(
+        lambda rows: {"text": [f"{text} {torch.rand(())}" for text in rows["text"]]}
+    ),
+}
+
+
+def divide(group: Group, folder: Path, data: str) -> list[str]:
+    os.environ.update(REPLICA_GROUP_ID=str(group.replica_id), NUM_REPLICA_GROUPS="2")
+    torch.manual_seed(group.replica_id)  # these processes are forks of one: their own, as others'
+    np.random.seed(group.replica_id)
+    replica_shard((OTHER_ORDERS | SAME_ORDER)[data]())
+    said = kept_messages()
+    with in_group(group, folder) as trainer:
+        trainer.train()
+    return [each for each in said if "divide" in each]
+
+
+@pytest.mark.parametrize("data", [*OTHER_ORDERS, *SAME_ORDER])
+def test_groups_that_divide_another_order_are_told_before_they_train(data, tmp_path):
+    told = (
+        "groups group_0 and group_1 divide datasets by replica_shard that differ in samples or "
+        "order, so some samples are read twice and others never: give all the same one, shuffled "
+        "and split with the same seed"
+    )
+    for messages in run_groups(divide, folder=tmp_path, data=data):
+        assert messages == [told] * (data in OTHER_ORDERS)
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
