@@ -97,6 +97,16 @@ class TrainerJob(Host):
         own = self.trainer.optimizer
         return getattr(own, "optimizer", own)  # accelerate has wrapped the optimizer
 
+    @property
+    def warning(self) -> str:
+        if not getattr(self.trainer.args, "sync_ref_model", False):
+            return ""
+        return (
+            "sync_ref_model=True moves the reference model by this group's own weights: it differs "
+            "between groups, and a group that is started again begins with its first one. Leave it "
+            "out for one reference in all groups"
+        )
+
     def size_of(self, batch: Any, what: str) -> int:
         tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
         if what == "samples":

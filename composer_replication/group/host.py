@@ -78,6 +78,8 @@ class Host:
     )
     """What divides samples between groups, for a warning."""
     averages = Averages()
+    warning = ""
+    """What the groups cannot keep equal in this job, for a warning; empty if there is nothing."""
     is_sharded = False
     """Whether each rank saves its own shards, or rank 0 whole tensors."""
 

@@ -112,6 +112,8 @@ class Reports:
         )
         self._members, self._num_groups = members_of(manager), manager.num_participants()
         self._report_data(manager)
+        if self._members and self._host.warning:
+            self.warn(self._host.warning)
         if not rank() and self._members:  # otherwise it trains alone, which the log says already
             log.info(
                 "%s%s with %s; here is group %s, %s",

@@ -107,24 +107,44 @@ def test_lora_syncs_what_is_trained_and_no_more(tmp_path):
     assert synced.keys() == trained and all("lora_" in name for name in trained)
 
 
-def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
+def dpo(folder, diloco, **more):
     tokenizer = tokenizer_of_bytes()
     rows = [{"prompt": f"say {i}", "chosen": f" {i}", "rejected": f" {i + 1}"} for i in range(24)]
-    reference = tiny_llama(tokenizer)
-    before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-    trainer = DPOTrainer(
+    return DPOTrainer(
         model=tiny_llama(tokenizer),
-        ref_model=reference,
-        args=DPOConfig(**arguments(tmp_path)),
+        ref_model=tiny_llama(tokenizer),
+        args=DPOConfig(**arguments(folder), **more),
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[diloco := alone()],
+        callbacks=[diloco],
     )
+
+
+def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
+    trainer = dpo(tmp_path, diloco := alone())
+    before = {name: tensor.clone() for name, tensor in trainer.ref_model.state_dict().items()}
     trainer.train()
     assert diloco.result["outer_steps"] == 2
-    after = reference.state_dict()
+    after = trainer.ref_model.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not torch.equal(trainer.model.lm_head.weight, after["lm_head.weight"])
+
+
+def move_the_reference(group: Group, folder: Path, moves: bool) -> list[str]:
+    said = kept_messages()
+    with group.manager() as manager:
+        diloco = DiLoCoTrainerCallback(
+            manager=manager, num_replicas=2, replica_id=str(group.replica_id), sync_every=3
+        )
+        dpo(folder / str(group.replica_id), diloco, sync_ref_model=moves).train()
+    return [each for each in said if "reference" in each]
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_reference_that_follows_the_model_is_warned_of_by_name(moves, tmp_path):
+    for messages in run_groups(move_the_reference, folder=tmp_path, moves=moves):
+        assert len(messages) == moves
+        assert all(re.match("sync_ref_model=True moves .* differs", each) for each in messages)
 
 
 # ---- the data -------------------------------------------------------------------------------
