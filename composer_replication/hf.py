@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 from composer_replication.arguments import takes
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group.call_watch import caller, when_over
+from composer_replication.group.call_watch import caller
 from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE
 from composer_replication.group.host import GroupArguments, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
@@ -107,7 +107,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             self._group.join(self._manager)
         save = partial(type(trainer)._save_checkpoint, trainer)
         trainer._save_checkpoint = partial(self._save, save)
-        when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
+        self._group.leave_when_over(Trainer.train)
         if self._hook is not None:
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.

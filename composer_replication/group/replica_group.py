@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.group.call_watch import when_over
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import Host, check_optimizer
@@ -421,7 +423,12 @@ class ReplicaGroup:
             self._joined.close()
             self.manager = self._membership = None
 
-    def leave_after_error(self, manager: Any) -> None:
+    def leave_when_over(self, function: Callable[..., object]) -> None:
+        """Leave when the call of a function that calls this has ended, if no event says so."""
+        ends = when_over(function, partial(self._leave_after_error, self.manager))
+        self._joined.callback(ends)
+
+    def _leave_after_error(self, manager: Any) -> None:
         """Leave if the fit with this manager is over and has not left. Any thread may call it."""
         with self._leaving:
             if self.manager is manager is not None:

@@ -117,6 +117,18 @@ def test_a_second_callback_in_a_trainer_is_refused_at_once():
         trainer_of(*(kind(replica_id=0, num_replicas=1) for kind in (DiLoCoCallback, Mine)))
 
 
+def test_a_trainer_that_nobody_closes_is_closed_at_once_by_the_thread_that_drops_it():
+    closed = []
+
+    class Tells(Callback):
+        def post_close(self):
+            closed.append(threading.current_thread())
+
+    callback = DiLoCoCallback(replica_id=0, num_replicas=1, sync_every=2)
+    trainer_of(callback, Tells(), max_duration="4ba").fit()
+    assert closed == [threading.current_thread()]
+
+
 # ---- what counts as an inner step -----------------------------------------------------------
 
 
