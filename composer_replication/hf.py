@@ -24,9 +24,9 @@ except ModuleNotFoundError as error:
 from composer_replication.arguments import takes
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group.call_watch import caller, when_over
+from composer_replication.group.call_watch import caller
 from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE
-from composer_replication.group.host import GroupArguments
+from composer_replication.group.host import GroupArguments, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.hf_job import TrainerJob, check_parallelism
@@ -101,12 +101,13 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._job.watch_losses()  # before a join, which is a sync
         with rejections(self._group.options):
             check_parallelism(trainer)
+            check_is_one(trainer.callback_handler.callbacks, DiLoCoTrainerCallback)
             self._group.ask_coordinator()
             self._load(train.f_locals["resume_from_checkpoint"])
             self._group.join(self._manager)
         save = partial(type(trainer)._save_checkpoint, trainer)
         trainer._save_checkpoint = partial(self._save, save)
-        when_over(Trainer.train, partial(self._group.leave_after_error, self._group.manager))
+        self._group.leave_when_over(Trainer.train)
         if self._hook is not None:
             self._hook.remove()  # of a training that has failed
         # What the Trainer passes to the model is what a step trains on; callbacks do not see it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from glob import escape
@@ -95,6 +96,16 @@ class TrainerJob(Host):
     def optimizer(self) -> torch.optim.Optimizer:
         own = self.trainer.optimizer
         return getattr(own, "optimizer", own)  # accelerate has wrapped the optimizer
+
+    @property
+    def warning(self) -> str:
+        if not getattr(self.trainer.args, "sync_ref_model", False):
+            return ""
+        return (
+            "sync_ref_model=True moves the reference model by this group's own weights: it differs "
+            "between groups, and a group that is started again begins with its first one. Leave it "
+            "out for one reference in all groups"
+        )
 
     def size_of(self, batch: Any, what: str) -> int:
         tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
@@ -203,7 +214,8 @@ class TrainerJob(Host):
             # The donor took the step before it; torch warns if a scheduler steps before the
             # optimizer.
             self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-            scheduler.step()
+            if "metrics" not in inspect.signature(scheduler.step).parameters:
+                scheduler.step()  # the others wait for the metric of an evaluation
         for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         self.trainer.state.global_step = saved["steps"]

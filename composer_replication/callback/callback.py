@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any
 
@@ -21,8 +20,7 @@ from composer_replication.callback.composer_job import (
 )
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group.call_watch import when_over
-from composer_replication.group.host import GroupArguments
+from composer_replication.group.host import GroupArguments, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.options import ReplicaOptions
@@ -127,6 +125,7 @@ class DiLoCoCallback(Callback):
     def init(self, state: State, logger: Logger) -> None:
         check_parallelism(state)  # here, since Composer shards the model after this event
         check_algorithms(state)
+        check_is_one(state.callbacks, DiLoCoCallback)
         # Put this callback before all others. A callback before it would run at fit_end on the
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,
@@ -158,8 +157,7 @@ class DiLoCoCallback(Callback):
         self._group.join(self._manager)
         # Composer may not close the Trainer: Engine.__del__ of any other Trainer unregisters the
         # closes of all of them from atexit, which compares static methods.
-        leave = functools.partial(self._group.leave_after_error, self._group.manager)
-        when_over(Trainer.fit, leave)
+        self._group.leave_when_over(Trainer.fit)
         self._job.averages.after_join()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:

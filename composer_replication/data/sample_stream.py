@@ -5,6 +5,8 @@ For a trainer with loaders of its own, ``replica_shard`` is the fixed part of a 
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
+from composer_replication.diloco.equal_samples import digest_of
 from composer_replication.options import ReplicaOptions, replica_id_of
 
 LeaseSource = Callable[[int, int], Lease]
@@ -190,6 +193,7 @@ def replica_shard(dataset: Any) -> Any:
             f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "
             f"number the {count} groups 0 to {count - 1}"
         )
+    _divided.append(dataset)
     if isinstance(dataset, IterableDataset):
         if not hasattr(dataset, "shard"):
             raise ValueError(
@@ -201,7 +205,62 @@ def replica_shard(dataset: Any) -> Any:
             split_dataset_by_node,
         )
 
-        return split_dataset_by_node(dataset, int(name), count)
+        how = {}
+        if _counts_samples(dataset):
+            # By files, each group would count for itself: take and skip would not meet any more.
+            how["strategy"] = "examples"
+            if "strategy" not in inspect.signature(split_dataset_by_node).parameters:
+                raise ValueError(
+                    "this stream counts samples (skip, take or with_indices) before replica_shard, "
+                    "which needs datasets 5.1 or newer to divide it: upgrade it, or give "
+                    "replica_shard the stream as it was loaded"
+                )
+        return split_dataset_by_node(dataset, int(name), count, **how)
     # Each group gets the same number of samples.
     own = range(int(name), len(dataset) - len(dataset) % count, count)
     return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
+
+
+def _counts_samples(dataset: Any) -> bool:
+    """Whether a stream of ``datasets`` has a part that counts the samples so far."""
+    return any(
+        hasattr(part, "split_when_sharding") or getattr(part, "with_indices", False)
+        for part in _parts_of(dataset)
+    )
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    """Yield a stream of ``datasets``, and all that it is made of."""
+    yield part
+    before = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
+    for each in (*before, *getattr(part, "ex_iterables", ())):
+        if each is not None:
+            yield from _parts_of(each)
+
+
+_divided: list[Any] = []
+"""What ``replica_shard`` has divided, until its digest is asked for."""
+_digests: set[str] = set()
+
+
+def digests_of_divided() -> tuple[str, ...]:
+    """Digests of what ``replica_shard`` has divided in this process: equal in all groups.
+
+    It may draw from the random generators.
+    """
+    while _divided:
+        _digests.add(_order_of(_divided.pop()))
+    return tuple(sorted(_digests - {""}))
+
+
+def _order_of(dataset: Any) -> str:
+    """A digest of samples here and there; empty if they differ when they are read again."""
+    if isinstance(dataset, IterableDataset):  # reading it may take long: how it is shuffled
+        parts = _parts_of(dataset)
+        return digest_of([part.generator for part in parts if hasattr(part, "generator")])
+    last = len(dataset) - 1
+    with contextlib.suppress(Exception):  # what cannot be read fails where it is trained on
+        numbers = sorted({0, last // 2, last})
+        first, again = (digest_of([last, *map(dataset.__getitem__, numbers)]) for _ in range(2))
+        return first if first == again else ""
+    return ""

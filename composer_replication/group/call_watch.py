@@ -27,7 +27,7 @@ _running: set[Callable[[], None]] = set()
 os.register_at_fork(after_in_child=_running.clear)  # a forked child process is no replica group
 
 
-def when_over(function: Callable[..., object], leave: Callable[[], None]) -> None:
+def when_over(function: Callable[..., object], leave: Callable[[], None]) -> Callable[[], object]:
     """Call ``leave`` when the call of a function that calls this has ended, or the process ends.
 
     It is called on another thread, at most ``POLL_S`` seconds later. If that function is not among
@@ -36,17 +36,22 @@ def when_over(function: Callable[..., object], leave: Callable[[], None]) -> Non
     Args:
         function: A function whose call leads to this call, such as ``Trainer.fit``.
         leave: A function without effect if the group has already left.
+
+    Returns:
+        Ends the watch, once the group has left. The thread would be the last to hold the call's
+        local variables, and so the trainer, whose own end belongs on the thread that ran it.
     """
-    fit = caller(function)
-    if fit is not None:
+    calls = [fit] if (fit := caller(function)) is not None else []
+    if calls:
         _running.add(leave)
         threading.Thread(
-            target=_watch_fit, args=(fit, leave), name="fit watch", daemon=True
+            target=_watch_fit, args=(calls, leave), name="fit watch", daemon=True
         ).start()
+    return calls.clear
 
 
-def _watch_fit(fit: FrameType, leave: Callable[[], None]) -> None:
-    while is_running(fit):
+def _watch_fit(calls: list[FrameType], leave: Callable[[], None]) -> None:
+    while any(map(is_running, calls)):
         time.sleep(POLL_S)
     try:
         leave()

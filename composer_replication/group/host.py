@@ -78,6 +78,8 @@ class Host:
     )
     """What divides samples between groups, for a warning."""
     averages = Averages()
+    warning = ""
+    """What the groups cannot keep equal in this job, for a warning; empty if there is nothing."""
     is_sharded = False
     """Whether each rank saves its own shards, or rank 0 whole tensors."""
 
@@ -179,3 +181,28 @@ class Host:
             is_in_step: Whether this group has healed inside a step.
         """
         raise NotImplementedError
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Reject an inner optimizer that moves the weights outside of its steps.
+
+    Raises:
+        ValueError: It has the ``eval`` and ``train`` of schedule-free optimizers.
+    """
+    if callable(getattr(optimizer, "eval", None)):
+        raise ValueError(
+            f"DiLoCo cannot train with {type(optimizer).__name__}, whose eval() and train() move "
+            "the weights between steps, also while the model shows the global ones: use an "
+            "optimizer without these, such as AdamW"
+        )
+
+
+def check_is_one(callbacks: Sequence[Any], kind: type) -> None:
+    """Reject a second callback of ours among those of a trainer.
+
+    Raises:
+        ValueError: There are several, which would be one replica group several times.
+    """
+    count = sum(isinstance(each, kind) for each in callbacks)
+    if count > 1:
+        raise ValueError(f"{count} callbacks {kind.__name__} in one Trainer: leave all but one out")

@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -16,11 +17,13 @@ from composer_replication.arguments import pick
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
+from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.group.call_watch import when_over
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
-from composer_replication.group.host import Host
+from composer_replication.group.host import Host, check_optimizer
 from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import (
     ERROR,
@@ -134,7 +137,7 @@ class ReplicaGroup:
             BadStateError: The checkpoint is damaged, or is one of another model.
             SettingsMismatch: It was saved with other fragments, or the other groups' settings
                 differ.
-            ValueError: A setting does not fit the model, or the fit before trained other
+            ValueError: A setting or the optimizer does not fit, or the fit before trained other
                 parameters, or left other values of them.
         """
         if self.diloco is not None:
@@ -149,6 +152,7 @@ class ReplicaGroup:
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
         try:
+            check_optimizer(self.host.optimizer)
             ask_on_rank_0(self.hold_folders)
             self._joined.callback(self.host.averages.leave)
             self.continuation.begin(self.settings)
@@ -196,6 +200,9 @@ class ReplicaGroup:
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
             manager.member.own.saves_to = tuple(filter(is_remote, host.saves_to))
+            (generators := Generators()).save()
+            manager.member.own.data = digests_of_divided()
+            generators.restore()
         manager.register_state_dict_fn(host.name, self._receive, self._position)
         diloco = DiLoCo(
             manager,
@@ -422,7 +429,12 @@ class ReplicaGroup:
             self._joined.close()
             self.manager = self._membership = None
 
-    def leave_after_error(self, manager: Any) -> None:
+    def leave_when_over(self, function: Callable[..., object]) -> None:
+        """Leave when the call of a function that calls this has ended, if no event says so."""
+        ends = when_over(function, partial(self._leave_after_error, self.manager))
+        self._joined.callback(ends)
+
+    def _leave_after_error(self, manager: Any) -> None:
         """Leave if the fit with this manager is over and has not left. Any thread may call it."""
         with self._leaving:
             if self.manager is manager is not None:

@@ -26,6 +26,7 @@ from composer_replication.group.run_folder import (
 )
 from composer_replication.group.words import (
     listed_groups,
+    on_other_data,
     on_same_samples,
     plural,
     why_nothing_was_learned,
@@ -110,6 +111,9 @@ class Reports:
             },
         )
         self._members, self._num_groups = members_of(manager), manager.num_participants()
+        self._report_data(manager)
+        if self._members and self._host.warning:
+            self.warn(self._host.warning)
         if not rank() and self._members:  # otherwise it trains alone, which the log says already
             log.info(
                 "%s%s with %s; here is group %s, %s",
@@ -162,9 +166,7 @@ class Reports:
                 self._last_sync["global_digest"] = report.global_digest
                 metrics["diloco/global_digest"] = report.global_digest
             if report.equal_samples:
-                warning = on_same_samples(report.equal_samples, self._host.data_fix)
-                log.warning("%s", warning)
-                self.folder.append(WARNING, {"warning": warning})
+                self.warn(on_same_samples(report.equal_samples, self._host.data_fix))
             place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}
             self.folder.append(SYNC, metrics | place | {"ranks": world_size()})
             fragment = f", fragment {report.fragment}" if self._settings.fragment_count > 1 else ""
@@ -179,10 +181,22 @@ class Reports:
             )
             loss = None  # all steps were before the first one
 
+    def warn(self, warning: str) -> None:
+        """Warn in the log, and in the group's folder, which ``launch`` reads."""
+        log.warning("%s", warning)
+        self.folder.append(WARNING, {"warning": warning})
+
+    @fence("what they divide")
+    def _report_data(self, manager: Any) -> None:
+        if odd := on_other_datasets(manager):
+            self.warn(on_other_data(odd))
+
     @fence("who takes part")
     def _report_members(self, report: SyncReport, manager: Any) -> None:
         self._num_groups = report.num_participants
         before, self._members = self._members, members_of(manager)
+        if before != self._members:
+            self._report_data(manager)
         if not rank() and (news := changes(before, self._members)):
             take_part = plural(self._num_groups, "group takes", "groups take")
             log.info("Outer step %d: %s; %s part", report.outer_step, news, take_part)
@@ -324,6 +338,17 @@ def members_of(manager: Any) -> dict[str, str]:
     """
     names = (name.partition(":") for name in getattr(manager, "members", ()))
     return {name: life for name, _, life in sorted(names)}
+
+
+def on_other_datasets(manager: Any) -> list[str]:
+    """The groups of the last quorum that divide other datasets, and this one; empty if none do."""
+    if not hasattr(manager, "member"):
+        return []
+    member = manager.member
+    own, data = {*member.own.data}, {n: {*each.data} for n, each in member.reports.items()}
+    # A group may have divided one more, as where a part of a notebook has run again.
+    odd = {name for name, its in data.items() if not (its <= own or its >= own)}
+    return [name.partition(":")[0] for name in sorted(odd | {member.name})] if odd else []
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:

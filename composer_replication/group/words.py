@@ -79,6 +79,15 @@ def on_same_samples(names: Sequence[str], data_fix: str) -> str:
     )
 
 
+def on_other_data(names: Sequence[str]) -> str:
+    """Say that replica groups divide different datasets, and with what they are the same."""
+    return (
+        f"{listed_groups(names)} divide datasets by replica_shard that differ in samples or order, "
+        "so some samples are read twice and others never: give all the same one, shuffled and "
+        "split with the same seed"
+    )
+
+
 def listed_groups(names: Sequence[str], limit: int = 8) -> str:
     """Name replica groups: ``group 1``, ``groups 0, 1 and 2``, or how many, if they are many."""
     if len(names) > limit:

@@ -61,6 +61,7 @@ class Report:
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.
         gathers: Whether it asks that the messages of this sync are gathered, and not summed.
         saves_to: The folders in object stores to which its group saves.
+        data: Digests of the datasets that its group divides by ``replica_shard``.
         settings: All that has to be equal in all groups: the settings, the model, ranks and shards.
     """
 
@@ -76,6 +77,7 @@ class Report:
     has_failed: bool = False
     gathers: bool = False
     saves_to: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
     # Not dict[str, Any]: ``converted`` checks JSON by the annotation.
     settings: dict = field(default_factory=dict)
 

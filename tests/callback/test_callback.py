@@ -93,6 +93,42 @@ def test_what_the_environment_lacks_is_named_when_training_starts(monkeypatch, a
     trainer.close()
 
 
+def test_an_optimizer_that_moves_weights_between_steps_is_refused():
+    class ScheduleFree(torch.optim.SGD):
+        def eval(self):
+            """As in the package schedulefree: changes the weights that are evaluated."""
+
+    def built(parameters):
+        return ScheduleFree(parameters, lr=0.1)
+
+    callback = DiLoCoCallback(replica_id=0, num_replicas=1)
+    trainer = trainer_of(callback, optimizer=built, max_duration="1ba")
+    with pytest.raises(ValueError, match="^DiLoCo cannot train with ScheduleFree, whose eval"):
+        trainer.fit()
+    assert callback.diloco is None
+    trainer.close()
+
+
+def test_a_second_callback_in_a_trainer_is_refused_at_once():
+    class Mine(DiLoCoCallback):
+        """Of a user."""
+
+    with pytest.raises(ValueError, match="^2 callbacks DiLoCoCallback in one Trainer: leave all"):
+        trainer_of(*(kind(replica_id=0, num_replicas=1) for kind in (DiLoCoCallback, Mine)))
+
+
+def test_a_trainer_that_nobody_closes_is_closed_at_once_by_the_thread_that_drops_it():
+    closed = []
+
+    class Tells(Callback):
+        def post_close(self):
+            closed.append(threading.current_thread())
+
+    callback = DiLoCoCallback(replica_id=0, num_replicas=1, sync_every=2)
+    trainer_of(callback, Tells(), max_duration="4ba").fit()
+    assert closed == [threading.current_thread()]
+
+
 # ---- what counts as an inner step -----------------------------------------------------------
 
 

@@ -144,14 +144,14 @@ class At(TrainerCallback):
             self.act()
 
 
-def join_late(group: Group, folder: Path) -> dict[str, Any]:
+def join_late(group: Group, folder: Path, **args: Any) -> dict[str, Any]:
     def let_in() -> None:
         group.signal.set()
         group.wait_until_somebody_asks()
 
     if group.replica_id == 1:
         group.signal.wait()
-    with in_group(group, folder, At(6, let_in), num_replicas=1, max_steps=16) as trainer:
+    with in_group(group, folder, At(6, let_in), num_replicas=1, max_steps=16, **args) as trainer:
         trainer.train()
     history = trainer.state.log_history
     return {
@@ -162,12 +162,25 @@ def join_late(group: Group, folder: Path) -> dict[str, Any]:
     }
 
 
-def test_a_joiner_continues_at_the_others_step_and_learning_rate(tmp_path):
-    first, second = run_groups(join_late, folder=tmp_path)
+def by_metric(name: str, **how: Any) -> dict[str, Any]:
+    """A schedule that halves the rate after each evaluation: none is better by 10."""
+    how = {"factor": 0.5, "patience": 0, "threshold": 10.0, "threshold_mode": "abs", **how}
+    evaluates = {"eval_strategy": "steps", "eval_steps": 3, "metric_for_best_model": "eval_loss"}
+    return {"lr_scheduler_type": name, "lr_scheduler_kwargs": how, **evaluates}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [{}, by_metric("reduce_lr_on_plateau"), by_metric("greedy", min_lr=1e-6, smooth=False)],
+    ids=lambda args: args.get("lr_scheduler_type", "linear"),
+)
+def test_a_joiner_continues_at_the_others_step_and_learning_rate(schedule, tmp_path):
+    first, second = run_groups(join_late, folder=tmp_path, **schedule)
     assert first["digest"] == second["digest"]
     assert first["steps"] == second["steps"] == first["inner_steps"]
     assert second["inner_steps"] == 8
     assert len(second["rates"]) == 8
+    assert len({*second["rates"].values()}) > 1
     for step, rate in second["rates"].items():
         assert rate == pytest.approx(first["rates"][step], rel=1e-12)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_events import syncs_of
+from run_events import events_of, syncs_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -25,6 +25,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
+from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
 from hosts.hf_trainers import alone, arguments_of, rows_of, trainer_of  # noqa: E402
 from hosts.host import own_batches  # noqa: E402
 
@@ -71,6 +72,35 @@ def test_what_cannot_be_a_group_is_refused_before_any_peer_waits(
     with pytest.raises(ValueError, match=f"^DiLoCo cannot train with {message}"):
         trainer.train()
     assert trainer.callback.diloco is None
+
+
+class ScheduleFree(torch.optim.AdamW):
+    """As in the package schedulefree: an evaluation is of other weights than a step."""
+
+    def move(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(0.9)
+
+    eval = train = move
+
+
+def test_an_optimizer_that_moves_weights_between_steps_is_refused_as_it_is(tmp_path):
+    trainer = alone(tmp_path)
+    trainer.optimizer = ScheduleFree(trainer.model.parameters())
+    with pytest.raises(ValueError, match="^DiLoCo cannot train with ScheduleFree, .* as AdamW$"):
+        trainer.train()
+    assert trainer.callback.diloco is None
+
+
+def test_a_second_callback_in_a_trainer_is_refused_before_a_group_joins(tmp_path):
+    run = {"run_dir": str(tmp_path / "run")}
+    trainer = alone(tmp_path, settings=run)
+    trainer.add_callback(DiLoCoTrainerCallback(num_replicas=1, replica_id="0", **run))
+    with pytest.raises(ValueError, match="^2 callbacks DiLoCoTrainerCallback in one Trainer: lea"):
+        trainer.train()
+    assert trainer.callback.diloco is None
+    (rejection,) = events_of(tmp_path / "run" / "replica_0", "rejection")
+    assert rejection["error"].startswith("2 callbacks")
 
 
 def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
