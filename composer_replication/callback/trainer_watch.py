@@ -7,6 +7,7 @@ handler. Without this module both would wait until torch.distributed's timeout.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -50,10 +51,23 @@ def end_if_stuck_in_close(error: BaseException | None) -> None:
         ).start()
 
 
+def _frame_of(thread_id: int) -> FrameType | None:
+    # A garbage collection within the call may let another thread run, which then starts a thread:
+    # each would wait for a lock of the other for ever (python issue 106883). Remove this when the
+    # oldest Python is 3.11.8, and not 3.12.0.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread_id)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
     since, before = time.monotonic(), None
     while is_running(closing):
-        top = sys._current_frames().get(thread_id)
+        top = _frame_of(thread_id)
         now = None if top is None else (top, top.f_lasti)
         # It walks the frames of a thread only while that thread waits, see ``is_running``.
         if top is None or now != before or not _is_in_barrier(top, closing):

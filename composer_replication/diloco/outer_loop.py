@@ -383,8 +383,8 @@ class OuterLoop:
         """
         self._land()
         self.peer_table.is_training = False
-        is_alone = self.manager.num_participants() == 1
         while not self.peer_table.is_over:
+            is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
             self.sync()

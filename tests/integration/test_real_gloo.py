@@ -107,7 +107,9 @@ def digests_of_vanilla_diloco() -> list[str]:
                 own.step()
         with torch.no_grad():
             for index, parameter in enumerate(theta):
-                deltas = [parameter - own.parameters[index].float() for own in draws]
+                # From where training began: rounded to the model's dtype.
+                began = parameter.to(draws[0].parameters[index].dtype).float()
+                deltas = [began - own.parameters[index].float() for own in draws]
                 parameter.grad = (deltas[0] + deltas[1]) / 2
             outer.step()
             for own in draws:

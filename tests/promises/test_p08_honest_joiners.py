@@ -138,3 +138,17 @@ def test_groups_that_resume_wait_for_each_other():
     alone = [Fault("late", replica_id=1, step=99)]
     with pytest.raises(SimulationError, match="no start within start_timeout_s=1: 1 of 2"):
         simulate(lambda sim: resumed(sim, start_timeout_s=1), num_replicas=2, faults=alone)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_group_that_joins_in_the_last_sync_of_the_one_before_it_ends_with_the_same(step):
+    # The first one was alone when it began its final sync, and stays for the one that has come.
+    def replica(group):
+        for _ in range(10):
+            group.step(-1.0)
+        group.end()
+        return group.diloco.global_digest(), group.diloco.outer_step
+
+    late = Fault("late", replica_id=1, step=step)
+    first, second = run(2, replica, late, outer=plain_sgd(), sync_every=4, num_replicas=1)
+    assert first == second
