@@ -17,7 +17,6 @@ from forked_commands import ForkedCommand, run
 from text_config import TINY
 
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.launch.supervision import IN_THE_PROGRAM
 from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
@@ -222,19 +221,15 @@ OF_THE_PROGRAM = [
     (
         "from composer.algorithms import SWA\n"
         + TRAINER.replace('"cpu",', '"cpu", algorithms=[SWA()],'),
-        "ValueError: SWA puts its average into the model, which the outer optimizer would take for",
+        "Error: SWA puts its average into the model, which the outer optimizer would take for",
     ),
 ]
 
 
 @pytest.mark.parametrize(("program", "line"), OF_THE_PROGRAM)
-def test_an_error_before_the_first_batch_ends_a_launch_at_once_and_is_said_once(
-    folder, program, line
-):
+def test_an_error_before_the_first_batch_ends_a_launch_and_is_said_once(folder, program, line):
     (folder / "train.py").write_text(program)
     said = answer("-m", "composer_replication", "launch", "--", sys.executable, "train.py")
     assert line in said.stderr and said.returncode == 2
     assert said.stderr.startswith("Error: ") and said.stderr.count("\n") == 1
     assert len(said.stderr) <= LONGEST
-    if IN_THE_PROGRAM.match(line):
-        assert "starts again" not in said.stdout

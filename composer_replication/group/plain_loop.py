@@ -12,7 +12,7 @@ from composer_replication.diloco.algorithm import SyncReport
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports, rejections
-from composer_replication.group.run_folder import ERROR, SAVED, WARNING, ReplicaFolder
+from composer_replication.group.run_folder import SAVED, WARNING, ReplicaFolder
 from composer_replication.options import ReplicaEnv, ReplicaOptions
 from composer_replication.replica.ranks import rank
 
@@ -86,7 +86,7 @@ class DiLoCo(algorithm.DiLoCo):
         """Stop counting inner steps, and the watch for a hang."""
         error = raised[1]
         if self._reports is not None and error is not None:
-            self._reports.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
+            self._reports.folder.write_error(error)
         return super().__exit__(*raised)
 
     def _step_post_hook(self, *step: Any) -> None:

@@ -26,7 +26,6 @@ from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import Host, check_optimizer
 from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import (
-    ERROR,
     EVALUATION,
     ReplicaFolder,
     last_outer_step,
@@ -456,7 +455,7 @@ class ReplicaGroup:
             error: The error that ends the training; None if there is none.
         """
         if error is not None:
-            self._reports.folder.append(ERROR, {"error": f"{type(error).__name__}: {error}"})
+            self._reports.folder.write_error(error)
         self._drop()
         release(self)
         if self.weights is not None:

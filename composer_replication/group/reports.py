@@ -316,7 +316,7 @@ def rejections(options: ReplicaOptions) -> Iterator[None]:
     except ValueError as error:
         with fence("in the run's folder why this group is rejected"):
             if options.replica_id is not None and not rank():
-                ReplicaFolder(options.run_dir, options.replica_id).write_rejection(str(error))
+                ReplicaFolder(options.run_dir, options.replica_id).write_rejection(error)
         raise
 
 

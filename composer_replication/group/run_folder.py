@@ -227,9 +227,14 @@ class ReplicaFolder:
         status["phase"] = phase
         self.write_status(**status)
 
-    def write_rejection(self, reason: str) -> None:
-        """Record that the group ends because of its settings, and would do so again."""
-        self.append(REJECTION, {"error": reason})
+    def write_error(self, error: BaseException) -> None:
+        """Record the error with which the group ends."""
+        kind = type(error).__name__
+        self.append(ERROR, {"type": kind, "error": f"{kind}: {error}"})
+
+    def write_rejection(self, error: ValueError) -> None:
+        """Record that the group ends because of its input, and would do so again."""
+        self.append(REJECTION, {"type": type(error).__name__, "error": str(error)})
         self.enter(REJECTED)
 
     @fence("the result of this group")

@@ -200,6 +200,15 @@ class Group:
         errors = self.others[run_folder.ERROR] + self.others[run_folder.REJECTION]
         return sorted(errors, key=lambda error: error.get("time", 0.0))
 
+    def last_error(self, since: float) -> dict[str, Any]:
+        """The newest of these since a time, in seconds since 1970; empty without one."""
+        return next((e for e in reversed(self.errors) if e.get("time", 0.0) >= since), {})
+
+    @property
+    def joined_at(self) -> float:
+        """When it joined last; 0 if it never has."""
+        return max((start["time"] for start in self.others[run_folder.START]), default=0.0)
+
     @property
     def failure(self) -> str:
         """Why the run is no success, as this group has seen it; empty if it is one, or goes on."""

@@ -247,7 +247,7 @@ def run_group(
         folder = Path(folder).absolute()
         log_path(folder, replica_id).parent.mkdir(parents=True, exist_ok=True)
         interrupts = opened.enter_context(Interrupts())
-        groups = opened.enter_context(ReplicaGroups(folder, interrupts, forwards=True))
+        groups = opened.enter_context(ReplicaGroups(folder, interrupts, keeps_logs=False))
         # A command that starts its own ranks may need what an engine says about its nodes.
         inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
         variables = inherited | group_environment(replica_id, folder, hang_timeout_s)

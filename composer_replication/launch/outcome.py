@@ -279,7 +279,10 @@ def _record_of(run: Run) -> dict[str, Any]:
     groups = run.groups
     record: dict[str, Any] = {"run_name": run.run_dir.resolve().name, "groups": {}}
     for id, group in groups.items():
-        columns = {"inner_share": group.inner_share, "error": _error_of(group)}
+        columns = {
+            "inner_share": group.inner_share,
+            "error": group.last_error(group.joined_at).get("error"),
+        }
         # What the folder does not know yet, a heartbeat may know.
         record["groups"][id] = {name: v for name, v in columns.items() if v is not None}
     record["unregistered"] = {id: _shown_of(group) for id, group in groups.items() if group.status}
@@ -302,13 +305,6 @@ def _shown_of(group: Group) -> dict[str, Any]:
     """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
     is_alive = group.phase in ("joining", "evaluating", *TRAINING)
     return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
-
-
-def _error_of(group: Group) -> str | None:
-    """The error with which a group ended, unless it has started again."""
-    started = max((start["time"] for start in group.others[START]), default=0.0)
-    newest = [error["error"] for error in group.errors if error["time"] >= started]
-    return newest[-1] if newest else None
 
 
 def _events_of(group: Group) -> Iterator[tuple[float, str]]:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
@@ -38,12 +38,6 @@ _DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE
 
 # Lines that Composer's launcher adds below the error of a rank.
 _LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
-
-
-# As our command prints an error, or as Python does, with our own classes' modules left out.
-_ERROR = re.compile(
-    r"Error: (.+)|(?:composer_replication[.\w]*\.)?(\w[.\w]*(?:Error|Exception|Mismatch): .+)"
-)
 
 _END_BYTES = 2**16
 """How much of a group's log is read to find its error."""
@@ -85,20 +79,20 @@ class ReplicaGroups:
     group's ranks and loader workers can be found after the process that started them has died.
 
     Args:
-        run_dir: The run's folder. A group's output is appended to ``replica_<id>/log.txt`` in it.
+        run_dir: The run's folder. A group's log is ``replica_<id>/log.txt`` in it.
         interrupts: A further interrupt while processes are being stopped kills them at once.
-        forwards: Whether the output goes where this process's own goes, and only what a group
-            writes on stderr into its log too: its last error says whether it may start again.
+        keeps_logs: Whether a group's output goes into its log. Else it goes where this process's
+            own goes.
 
     Attributes:
         interrupts: The same.
     """
 
-    def __init__(self, run_dir: Path, interrupts: Interrupts, *, forwards: bool = False) -> None:
-        self._run_dir, self._forwards = run_dir, forwards
+    def __init__(self, run_dir: Path, interrupts: Interrupts, *, keeps_logs: bool = True) -> None:
+        self._run_dir = run_dir
+        self._keeps_logs = keeps_logs
         self.interrupts = interrupts
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
-        self._copies: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         self._watchdogs: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         """The watchdog of each group of which a process may be alive."""
 
@@ -121,16 +115,11 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        path = log_path(self._run_dir, replica_id)
-        output: dict[str, Any]
         with ExitStack() as opened:
-            if self._forwards:
-                # tee reads on if stderr is closed or a disk is full: the group must not wait.
-                tee = _start(["tee", "-a", "-i", "-p", str(path)], stdin=PIPE, stdout=2)
-                self._copies[replica_id] = tee
-                output = {"stderr": opened.enter_context(tee.stdin or nullcontext())}
-            else:
-                output = {"stdout": opened.enter_context(_open_log(path)), "stderr": STDOUT}
+            output: dict[str, Any] = {}
+            if self._keeps_logs:
+                log_file = opened.enter_context(_open_log(log_path(self._run_dir, replica_id)))
+                output = {"stdout": log_file, "stderr": STDOUT}
             process = _start(command, env=environ, **output)
         self._processes[replica_id] = process
         # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
@@ -138,17 +127,11 @@ class ReplicaGroups:
         watchdog = ["/bin/sh", "-c", _WATCHDOG, str(process.pid)]
         self._watchdogs[replica_id] = _start(watchdog, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
 
-    def last_error(self, replica_id: ReplicaId) -> str:
-        """Return the last error of a group that has ended, in the one line that was printed.
-
-        Returns:
-            The line; empty if there is none, or no log.
-        """
-        lines: list[str] = []
+    def last_line(self, replica_id: ReplicaId) -> str:
+        """Return the last informative line of a group's log; empty if there is none, or no log."""
         with suppress(OSError):
-            lines = last_lines(log_path(self._run_dir, replica_id), limit=100)
-        found = filter(None, map(_ERROR.match, reversed(lines)))
-        return next((match[1] or match[2] for match in found), "")
+            return "".join(last_lines(log_path(self._run_dir, replica_id), limit=1))
+        return ""
 
     def exit_statuses(self) -> dict[ReplicaId, int | None]:
         """The exit status of each group; None while it runs, negative if a signal ended it."""
@@ -161,9 +144,6 @@ class ReplicaGroups:
         if watchdog := self._watchdogs.pop(replica_id, None):
             watchdog.kill()
             watchdog.communicate()
-        if copy := self._copies.pop(replica_id, None):  # the last lines say why it has ended
-            with suppress(subprocess.TimeoutExpired):  # what has left the session may hold the pipe
-                copy.wait(GRACE_S)
 
     def members(self, *replica_ids: ReplicaId) -> set[psutil.Process]:
         """All processes in the sessions of these groups, and those below them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -47,12 +46,9 @@ MISSING_CALLBACK = (
     "coordinator_addr, lighthouse_addr and run_dir out of its arguments"
 )
 
-IN_THE_PROGRAM = re.compile(
-    "(Type|Name|UnboundLocal|Attribute|Import|ModuleNotFound|Syntax|Indentation|MissingExtra|"
-    "NothingToContinueFrom)Error:"
-)
-"""How errors begin with which a program would end at its next start too. The last one is that of a
-script that loads no checkpoint, in a run whose state no group has."""
+# The types of two errors that a group records. By name: importing the classes would import torch.
+LOADS_NO_CHECKPOINT = "NothingToContinueFromError"
+NOT_SOUND = "SyncError"
 
 
 @dataclass
@@ -63,18 +59,20 @@ class GroupRecord:
         restarts: How often it was started again.
         in_a_row: Restarts since the last sync to which it contributed.
         contributed_at: When the newest sync to which it contributed before its last start was over.
+        started_at: When it was started last, in seconds since 1970.
         due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
             good.
         status: The exit status with which it ended for good; None before.
         end: The phase in which it ended for good; empty before.
         failed_starts: How often it had an error of its own before it joined.
-        error: The last of these errors, or why it has ended for good, in one line; else empty.
+        error: Why it has ended for good, in one line, if its own log does not say it best.
         deaths: The exit statuses of all its early ends.
     """
 
     restarts: int = 0
     in_a_row: int = 0
     contributed_at: float = 0.0
+    started_at: float = field(default_factory=time.time)
     due: float | None = None
     status: int | None = None
     end: str = ""
@@ -89,8 +87,8 @@ class Supervisor:
 
     A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
     exit status says bad input, or its callback does and the group has never joined the others; it
-    had an error of its own before it ever joined (an import, a setting), with which its next start
-    would fail too: such an error is in the program, or all groups had the same; or it died after
+    had an error of its own before it ever joined (an import, a setting) more than
+    ``start_retries`` times, or every group had one, so that it is in the program; or it died after
     ``max_restarts`` restarts in a row without a sync to which it contributed. If it was never
     restarted, that ends the run. Otherwise the group is left out, as long as others train. When all
     others have finished there is nothing to join, and the group is given up. A group that leaves
@@ -199,23 +197,24 @@ class Supervisor:
             self._end(replica_id, 1, NOT_BACK)
             self.say(f"{end}; it is too late to join the others again")
             return
-        # What was accepted once may be rejected for a reason that passes, such as a host name that
-        # does not resolve while the machine starts.
-        error = self.groups.last_error(replica_id)
-        may_pass = was_rejected and bool(group.newest or group.others[START])
-        may_pass = may_pass and not IN_THE_PROGRAM.match(error)
+        error = group.last_error(record.started_at)
         # It has left since its pseudo-gradients were not sound. If nobody's are, a restart is vain.
-        if 0 < status < 128 and error.startswith("SyncError:") and (failure := self._failure):
+        if error.get("type") == NOT_SOUND and (failure := self._failure):
             record.error = failure
             self._end(replica_id, 1, FAILED)
             self.say(f"{end}, and is not started again")
             return
+        # What was accepted once may be rejected for a reason that passes, such as a host name that
+        # does not resolve while the machine starts. A script that loads no checkpoint stays one.
+        was_accepted = was_rejected and bool(group.newest or group.others[START])
+        may_pass = was_accepted and error.get("type") != LOADS_NO_CHECKPOINT
         has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         is_hopeless = has_failed and not may_pass
         if is_hopeless and group.phase not in JOINED:
-            record.error = error
-            if self._would_fail_again(record):
-                status = BAD_INPUT
+            said = error.get("error") or self.groups.last_line(replica_id)
+            record.error = said.removeprefix("Error: ")
+            if self._none_can_start:
+                status = BAD_INPUT  # the program would end so at each start
         if is_hopeless or record.in_a_row >= self.max_restarts:
             others_train = record.restarts > 0 and any(map(self.is_training, self.records))
             self._end(replica_id, status, LEFT_OUT if others_train else FAILED)
@@ -243,14 +242,12 @@ class Supervisor:
         if is_signal or has_died or self._group(replica_id).phase in JOINED:
             return False
         own.failed_starts += 1
-        own.error = self.groups.last_error(replica_id)
-        return own.failed_starts > self.start_retries or self._would_fail_again(own)
+        return own.failed_starts > self.start_retries or self._none_can_start
 
-    def _would_fail_again(self, own: GroupRecord) -> bool:
-        """Whether a group's error before it joined is in the program, or all groups had it."""
-        errors = [record.error for record in self.records.values()]
-        is_in_all = len(errors) > 1 and len(set(errors)) == 1
-        return bool(own.error and (is_in_all or IN_THE_PROGRAM.match(own.error)))
+    @property
+    def _none_can_start(self) -> bool:
+        """Whether each of several groups had an error of its own before it joined."""
+        return len(self.records) > 1 and all(each.failed_starts for each in self.records.values())
 
     def _start_again_if_due(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         if time.monotonic() < (record.due or 0.0):
@@ -259,6 +256,7 @@ class Supervisor:
         record.restarts += 1
         record.in_a_row += 1
         record.contributed_at = self._group(replica_id).contributed_at
+        record.started_at = time.time()
         self.start(replica_id)
 
     @property
