@@ -11,19 +11,16 @@ from __future__ import annotations
 import collections
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 import stand_in_device
 import torch
+from still import Still, build_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import flat_chunks, shards
 from composer_replication.diloco.averaging import quantized_buckets, quantized_mean
-
-sys.path[:0] = [str(Path(__file__).parents[1] / "benchmarks")]
-from still import Still, build_model  # noqa: E402
 
 SCALE = 100
 PARAMETERS = 100_000_000 // SCALE

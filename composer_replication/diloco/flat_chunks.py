@@ -249,6 +249,7 @@ class Squares:
         self._count = count
         self._indices: list[int] = []
         self._found: list[Tensor] = []
+        self._total: Tensor | None = None
 
     def add(self, parts: list[Tensor] | tuple[Tensor, ...], indices: list[int]) -> None:
         """Add parts of tensors. It does not wait for an accelerator.
@@ -257,6 +258,7 @@ class Squares:
             parts: 1-D fp32, on one device.
             indices: The tensor of each part.
         """
+        self._total = None
         self._indices += indices
         if parts and parts[0].device.type != "cpu":
             self._found += _foreach_norm(parts)
@@ -264,7 +266,12 @@ class Squares:
             self._found += (torch.dot(part, part) for part in parts)  # in half the time of a norm
 
     def by_tensor(self) -> Tensor:
-        """Return them: 1-D float64 on the CPU. It waits for an accelerator once."""
+        """Return them: 1-D float64 on the CPU. The first call waits for an accelerator."""
+        if self._total is None:
+            self._total = self._sum_up()
+        return self._total
+
+    def _sum_up(self) -> Tensor:
         total = torch.zeros(self._count, dtype=torch.float64)
         if not self._found:
             return total

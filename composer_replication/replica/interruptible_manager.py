@@ -18,6 +18,7 @@ from torchft.process_group import ProcessGroupNCCL
 from torchft.utils import get_stream_context
 from torchft.work import _DummyWork
 
+from composer_replication.diloco.torchft_api import Then
 from composer_replication.replica.rendezvous import SyncAlarm
 
 
@@ -31,17 +32,13 @@ class InterruptibleWork:
         is_broken: Says whether the collective can never end well. The wait then ends without it.
             The collective's tensors must not be used again: gloo may write to them until its own
             ``timeout``.
-        finish: Called once it has ended.
     """
 
     LONGEST_NAP_S = 0.01
 
-    def __init__(
-        self, work: Any, is_broken: Callable[[], bool], finish: Callable[[], object]
-    ) -> None:
+    def __init__(self, work: Any, is_broken: Callable[[], bool]) -> None:
         self._work = work
         self._is_broken = is_broken
-        self._finish = finish
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
@@ -57,9 +54,7 @@ class InterruptibleWork:
             # A twentieth of the wait so far: the sleep does not make short collectives longer, and
             # long ones take no processor time from training.
             time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
-        has_ended = self._work.wait() if timeout is None else self._work.wait(timeout)
-        self._finish()
-        return has_ended
+        return self._work.wait() if timeout is None else self._work.wait(timeout)
 
 
 class DaemonExecutor(futures.Executor):
@@ -187,12 +182,8 @@ class InterruptibleManager(Manager):
     def _interruptible(self, work: Any, carried: Tensor, result: Tensor) -> Any:
         if self._is_over_nccl:
             return work
-
-        def finish() -> None:
-            if carried is not result:
-                result.copy_(carried)
-
-        return InterruptibleWork(work, self._is_broken, finish)
+        work = InterruptibleWork(work, self._is_broken)
+        return work if carried is result else Then(work, lambda: result.copy_(carried))
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, as torchft does. A signal can interrupt the wait.

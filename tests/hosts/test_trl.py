@@ -283,13 +283,13 @@ def divide(group: Group, folder: Path, data: str) -> list[str]:
 
 @pytest.mark.parametrize("data", [*OTHER_ORDERS, *SAME_ORDER])
 def test_groups_that_divide_another_order_are_told_before_they_train(data, tmp_path):
-    told = (
+    warning = (
         "groups group_0 and group_1 divide datasets by replica_shard that differ in samples or "
         "order, so some samples are read twice and others never: give all the same one, shuffled "
         "and split with the same seed"
     )
     for messages in run_groups(divide, folder=tmp_path, data=data):
-        assert messages == [told] * (data in OTHER_ORDERS)
+        assert messages == [warning] * (data in OTHER_ORDERS)
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):

@@ -44,7 +44,6 @@ class WeightedMean:
         self._memory = FlatMemory(device)
         self._sums: Tensor | None = None
         self._squares: Squares | None = None
-        self._by_tensor: Tensor | None = None
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
@@ -100,7 +99,7 @@ class WeightedMean:
             to_send[layout.num_elements :] = 0.0
         weight = torch.full((1,), self.contribution, device=self.device)
         self.messages, self._sums = [*to_send.split(share.bucket), weight], flat
-        self._squares = self._by_tensor = None
+        self._squares = None
 
     def _sums_of(self, squares: Tensor) -> Tensor:
         """Sum squares over all values, all that is sent, and all parameters, and count the elements
@@ -153,12 +152,10 @@ class WeightedMean:
 
         1-D float64 on the CPU, of what this rank has. It waits for an accelerator once.
         """
-        if self._by_tensor is None:
-            if self._squares is None:  # the sums are not those that have arrived
-                self._squares = Squares(len(self.layout.sizes))
-                self._add_squares(self._squares, slice(0, self.layout.num_elements))
-            self._by_tensor = self._squares.by_tensor()
-        return self._by_tensor
+        if self._squares is None:  # the sums are not those that have arrived
+            self._squares = Squares(len(self.layout.sizes))
+            self._add_squares(self._squares, slice(0, self.layout.num_elements))
+        return self._squares.by_tensor()
 
     def _arrived(self) -> tuple[float, float]:
         """Return the sum of the weights, and the norm of what this rank has of the mean."""
@@ -220,7 +217,7 @@ class WeightedMean:
                         parts[rank], alpha=1.0 if self._is_weighted else group.contribution
                     )
         self.messages[-1].fill_(sum(group.contribution for group in vitals.values()))
-        self._squares = self._by_tensor = None
+        self._squares = None
         if manager.participating_rank() not in vitals:
             self.contribution, self.is_left_out = 0.0, True
 
