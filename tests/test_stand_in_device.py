@@ -84,8 +84,8 @@ CASES = [
     (DELAY, 32 + BUCKETS, 0, 8.05),
     (AT_REST, 32 + 5 * BUCKETS, 12, 6.1),
     (AT_REST | DELAY | {"dtype": "bfloat16"}, 32 + 12 * BUCKETS, 12, 8.05),
-    ({"wire_format": "int8"}, 32 + 19 * BUCKETS, 0, 8.05),
-    ({"wire_format": "fp4"}, 32 + 62 * BUCKETS, 0, 8.05),
+    ({"wire_format": "int8"}, 32 + 14 * BUCKETS, 0, 8.05),
+    ({"wire_format": "fp4"}, 32 + 37 * BUCKETS, 0, 8.05),
 ]
 """Settings; at most how many operations a sync takes with them, how many bytes a parameter go to
 the device, and how many of its memory are taken."""

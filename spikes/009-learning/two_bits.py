@@ -41,13 +41,14 @@ class TwoBits(wire_formats.WireFormat):
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         levels, codes = self._split(encoded)
-        bins = torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)]).to(torch.int64)
-        of_block = levels.to(torch.float32).view(-1, LEVELS)
-        into.view(-1, BLOCK).copy_(of_block.gather(1, bins.view(-1, BLOCK)))
+        bins = torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -2).to(torch.int64)
+        of_block = levels.to(torch.float32).unflatten(-1, (-1, LEVELS))
+        bins = bins.view(*codes.shape[:-1], -1, BLOCK)
+        into.unflatten(-1, (-1, BLOCK)).copy_(of_block.gather(-1, bins))
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = encoded.numel() // (BLOCK // 4 + 2 * LEVELS)
-        return encoded[: 2 * LEVELS * blocks].view(torch.bfloat16), encoded[2 * LEVELS * blocks :]
+        end = 2 * LEVELS * (encoded.shape[-1] // (BLOCK // 4 + 2 * LEVELS))
+        return encoded[..., :end].view(torch.bfloat16), encoded[..., end:]
 
 
 def register() -> None:

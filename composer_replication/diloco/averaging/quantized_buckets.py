@@ -49,15 +49,18 @@ class QuantizedBucket:
     def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
         self.values = values
         self.weights: Sequence[float] = ()
-        self._groups, self._rank, self._format = groups, rank, wire_format
+        self._total = 1.0
+        self._groups = groups
+        self._rank = rank
+        self._format = wire_format
         self.has_means = groups > 2
-        parts = groups if self.has_means else 1
-        self._size = max(1, -(-values.numel() // (parts * PART))) * PART
-        self._frames: list[Frame] = []
-        encoded = 0
+        self._num_parts = groups if self.has_means else 1
+        self._size = max(1, -(-values.numel() // (self._num_parts * PART))) * PART
         # On a CPU the values of a frame are still in cache when they are read again. All groups of
         # a run have the same kind of device, and therefore the same frames.
         step = FRAME if values.device.type == "cpu" else self._size
+        self._frames: list[Frame] = []
+        encoded = 0
         for start in range(0, self._size, step):
             size = min(step, self._size - start)
             stop = encoded + wire_format.num_bytes(size)
@@ -65,7 +68,7 @@ class QuantizedBucket:
             encoded = stop
         message = WEIGHT + encoded
         second = [groups * encoded, encoded] if self.has_means else []
-        self._memory_sizes = [parts * message, groups * message, *second]
+        self._memory_sizes = [self._num_parts * message, groups * message, *second]
         self.memory_bytes = sum(self._memory_sizes)
         self.num_bytes = groups * (message + encoded) // 2 if self.has_means else message
 
@@ -81,19 +84,18 @@ class QuantizedBucket:
             A Work to wait for.
         """
         sent, received, *self._second = memory.split(self._memory_sizes)
-        self._sent = sent.chunk(self._groups if self.has_means else 1)
-        self._received = received.chunk(self._groups)
-        for index, message in enumerate(self._sent):
-            message[:WEIGHT].view(torch.float32).fill_(contribution)
+        rows = sent.view(self._num_parts, -1)
+        rows[:, :WEIGHT].view(torch.float32).fill_(contribution)
+        self._sent = rows[:, WEIGHT:]
+        for index, part in enumerate(self._sent):
             if self._averages(index):
-                message[WEIGHT:] = 0
+                part.zero_()
             else:
-                self._encode(self._part(self.values, index), message[WEIGHT:])
+                self._encode(self._part(self.values, index), part)
+        rows = received.view(self._groups, -1)
+        self.received_weights = rows[:, :WEIGHT].view(torch.float32).squeeze(1)
+        self._received = rows[:, WEIGHT:]
         return (manager.all_to_all if self.has_means else manager.all_gather)(received, sent)
-
-    def received_weights(self) -> list[Tensor]:
-        """The weight of each group as it has arrived, fp32, once the first messages have."""
-        return [message[:WEIGHT].view(torch.float32) for message in self._received]
 
     def start_second(
         self, manager: DiLoCoManager, weights: Sequence[float], keeps_error: bool
@@ -108,21 +110,27 @@ class QuantizedBucket:
         Returns:
             A Work to wait for, or None if there is no second message.
         """
-        self.weights, self._total = weights, sum(weights) or 1.0
+        self.weights = weights
+        self._total = sum(weights) or 1.0
         if not self.has_means:
             return None
         gathered, own = self._second
-        mean, scratch = self._scratch(), self._scratch()
+        self._means = gathered.view(self._groups, -1)
+        decoded = self._scratch(self._groups)
+        mean, rounded = self._scratch(2)
         for frame in self._frames:
             exact = self._part(self.values, self._rank)[frame.elements]
-            self._average(frame, exact, mean, scratch)
+            size = exact.numel()
+            parts = [part[:size] for part in self._decode(self._received, frame, decoded)]
+            parts[self._rank] = exact
+            mean[size:] = 0.0  # it is encoded too
+            self._average(parts, mean[:size])
             self._format.encode(mean[: frame.size], own[frame.encoded])
             # Without a weight here this group is not in the sum: the connections are those of
             # another quorum, as the peer table says to all.
             if keeps_error and weights[self._rank]:
-                rounded = self._decode(own, frame, scratch)[: exact.numel()]
-                torch.sub(mean[: exact.numel()], rounded, out=exact)
-                exact.mul_(self._total)
+                self._decode(own, frame, rounded)
+                torch.sub(mean[:size], rounded[:size], out=exact).mul_(self._total)
         return manager.all_gather(gathered, own)
 
     def add_squares(self, squares: Squares) -> None:
@@ -132,10 +140,9 @@ class QuantizedBucket:
             squares: By the rank of the group that has sent it.
         """
         scratch = self._scratch()
-        messages = self._means() if self.has_means else [m[WEIGHT:] for m in self._received]
-        for rank, message in enumerate(messages):
+        for rank, part in enumerate(self._means if self.has_means else self._received):
             for frame in self._frames if rank != self._rank else ():  # its own is as it was sent
-                squares.add([self._decode(message, frame, scratch)], [rank])
+                squares.add([self._decode(part, frame, scratch)], [rank])
 
     def finish(self, error: Tensor | None) -> None:
         """Write the mean into ``values``, once all messages have arrived.
@@ -144,49 +151,66 @@ class QuantizedBucket:
             error: Where to write by how much this group's rounding has changed the sum, which is
                 the mean times all weights. None: it is not kept.
         """
-        sent_scratch, scratch = self._scratch(), self._scratch()
-        for index, message in enumerate(self._sent):
+        if self.has_means:
+            self._take_means(error)
+        else:
+            self._take_mean_of_all(error)
+
+    def _take_means(self, error: Tensor | None) -> None:
+        scratch = self._scratch()
+        for index in range(self._groups):
+            values = self._part(self.values, index)
+            # The values are read before the mean is written over them.
+            if error is None:
+                kept = None
+            elif self._averages(index):
+                kept = None
+                self._part(error, index).copy_(values)  # start_second has put the error there
+            else:
+                kept = self._part(error, index)
             for frame in self._frames:
-                values = self._part(self.values, index)[frame.elements]
-                sent = values
-                if not self._averages(index):
-                    sent = self._decode(message[WEIGHT:], frame, sent_scratch)[: values.numel()]
-                if error is not None:
-                    kept = self._part(error, index)[frame.elements]
-                    if sent is values:
-                        kept.copy_(values)  # start_second has put the error there
-                    else:
-                        torch.sub(values, sent, out=kept).mul_(self.weights[self._rank])
-                if self.has_means:
-                    mean = self._decode(self._means()[index], frame, scratch)
-                    values.copy_(mean[: values.numel()])
-                else:
-                    self._average(frame, sent, values, scratch)
+                own = values[frame.elements]
+                if kept is not None:
+                    sent = self._decode(self._sent[index], frame, scratch)
+                    self._keep_error(own, sent, kept[frame.elements])
+                own.copy_(self._decode(self._means[index], frame, scratch)[: own.numel()])
+
+    def _take_mean_of_all(self, error: Tensor | None) -> None:
+        decoded = self._scratch(self._groups)
+        for frame in self._frames:
+            values = self.values[frame.elements]
+            parts = [
+                part[: values.numel()] for part in self._decode(self._received, frame, decoded)
+            ]
+            if error is not None:  # before the mean is written over the values
+                self._keep_error(values, parts[self._rank], error[frame.elements])
+            self._average(parts, values)
 
     def _averages(self, index: int) -> bool:
         """Whether this group averages a part, and therefore does not send it."""
         return self.has_means and index == self._rank
 
-    def _means(self) -> Sequence[Tensor]:
-        """The means of all parts, as their groups have encoded them."""
-        return self._second[0].chunk(self._groups)
+    def _average(self, parts: Sequence[Tensor], into: Tensor) -> None:
+        """Write the weighted mean of what the groups have sent; zeros if none has a weight."""
+        is_first = True
+        for weight, part in zip(self.weights, parts, strict=True):
+            share = weight / self._total
+            if not weight:  # 0 * nan is nan
+                continue
+            if is_first:
+                torch.mul(part, share, out=into)
+            else:
+                into.add_(part, alpha=share)
+            is_first = False
+        if is_first:
+            into.zero_()
 
-    def _average(self, frame: Frame, own: Tensor, into: Tensor, scratch: Tensor) -> None:
-        """Average a frame of what has arrived, with these values for this group's own."""
-        size, is_first = own.numel(), True
-        if size < into.numel() or not any(self.weights):
-            into.zero_()  # what is not written below is encoded too
-        for rank, (weight, message) in enumerate(zip(self.weights, self._received, strict=True)):
-            if weight:
-                values = own
-                if rank != self._rank:
-                    values = self._decode(message[WEIGHT:], frame, scratch)[:size]
-                share = weight / self._total
-                if is_first:
-                    torch.mul(values, share, out=into[:size])
-                    is_first = False
-                else:
-                    into[:size].add_(values, alpha=share)
+    def _keep_error(self, values: Tensor, sent: Tensor, into: Tensor) -> None:
+        """Write what rounding has taken from the sum: this group's values minus what it sent."""
+        torch.sub(values, sent[: values.numel()], out=into)
+        weight = self.weights[self._rank]
+        if weight != 1.0:
+            into.mul_(weight)
 
     def _part(self, values: Tensor, index: int) -> Tensor:
         return values[index * self._size : (index + 1) * self._size]
@@ -199,10 +223,11 @@ class QuantizedBucket:
             padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
             self._format.encode(padded, into[frame.encoded])
 
-    def _decode(self, part: Tensor, frame: Frame, into: Tensor) -> Tensor:
-        """Decode one frame of an encoded part."""
-        self._format.decode(part[frame.encoded], into[: frame.size])
-        return into[: frame.size]
+    def _decode(self, encoded: Tensor, frame: Frame, into: Tensor) -> Tensor:
+        """Decode a frame of an encoded part, or of rows of them."""
+        decoded = into[..., : frame.size]
+        self._format.decode(encoded[..., frame.encoded], decoded)
+        return decoded
 
-    def _scratch(self) -> Tensor:
-        return torch.empty(self._frames[0].size, device=self.values.device)
+    def _scratch(self, *rows: int) -> Tensor:
+        return torch.empty(*rows, self._frames[0].size, device=self.values.device)

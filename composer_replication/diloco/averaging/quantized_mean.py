@@ -207,7 +207,7 @@ class Exchange:
                 if self._manager.errored():
                     break
                 # All buckets have the same: one wait for an accelerator.
-                weights = weights or torch.cat(bucket.received_weights()).tolist()
+                weights = weights or bucket.received_weights.tolist()
                 second.append(bucket.start_second(self._manager, weights, self._keeps_error))
         # A gloo connection stays open while one of its Works exists. If this group has given up,
         # its peers would wait for its messages until their timeout.
@@ -220,9 +220,7 @@ class Exchange:
         second.clear()
 
     def _measure(self, weights: Sequence[float]) -> None:
-        received = torch.cat(
-            [each for bucket in self.buckets for each in bucket.received_weights()]
-        )
+        received = torch.cat([bucket.received_weights for bucket in self.buckets])
         is_equal = received.tolist() == [*weights] * len(self.buckets)
         self.total = sum(weights) if is_equal else math.nan
         squares = Squares(len(weights))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 
 import torch
@@ -32,7 +33,13 @@ class WireFormat(ABC):
 
     @abstractmethod
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        """Dequantize what ``encode`` has written, into 1-D fp32."""
+        """Dequantize what ``encode`` has written, into fp32.
+
+        Args:
+            encoded: uint8: a message, or rows of messages of equal size, which take as many
+                operations as one.
+            into: fp32, 1-D, or as many rows.
+        """
 
 
 class BFloat16(WireFormat):
@@ -56,19 +63,18 @@ class Int8(WireFormat):
     def encode(self, values: Tensor, into: Tensor) -> None:
         scales, codes = self._split(into)
         blocks = values.view(-1, self._block)
-        largest = blocks.abs().amax(1, keepdim=True)
-        scale = divided(largest, 127.0).clamp_(min=SMALLEST)
-        scales.copy_(scale.view(-1))
-        codes.copy_(blocks.div(scale).round_().view(-1))
+        torch.div(blocks.abs().amax(1), on(values.device, 127.0), out=scales)
+        scales.clamp_(min=SMALLEST)
+        codes.copy_(blocks.div(scales.unsqueeze(1)).round_().view(-1))
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         scales, codes = self._split(encoded)
         into.copy_(codes)
-        into.view(-1, self._block).mul_(scales.view(-1, 1))
+        into.unflatten(-1, (-1, self._block)).mul_(scales.unsqueeze(-1))
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = encoded.numel() // (self._block + 4)
-        return encoded[: 4 * blocks].view(torch.float32), encoded[4 * blocks :].view(torch.int8)
+        end = 4 * (encoded.shape[-1] // (self._block + 4))
+        return encoded[..., :end].view(torch.float32), encoded[..., end:].view(torch.int8)
 
 
 class Fp4(WireFormat):
@@ -89,43 +95,42 @@ class Fp4(WireFormat):
     def encode(self, values: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(into)
         blocks = values.view(-1, self._block)
-        factors = self._largest / self._write_scales(blocks.abs().amax(1), head, scales)
+        bits = blocks.abs().amax(1).clamp_(min=SMALLEST).view(torch.int32)
+        # Each block's scale: its largest magnitude, rounded up.
+        rounded = bits.add_(2**self._scale_shift - 1).bitwise_right_shift_(self._scale_shift)
+        torch.sub(rounded.amax(0, keepdim=True), 255, out=head)
+        rounded = torch.maximum(rounded, head, out=rounded)
+        torch.sub(rounded, head, out=scales)
+        scale = rounded.bitwise_left_shift_(self._scale_shift).view(torch.float32)
+        # On every device as ``largest / scale`` is on a CPU, which rounds twice.
+        factors = scale.reciprocal_().mul_(self._largest).unsqueeze(1)
         low, high = blocks.mul(factors).round_().to(torch.int8).view(2, -1)
-        codes.copy_(high.bitwise_left_shift_(4).bitwise_or_(low.bitwise_and_(15)))
+        torch.bitwise_or(high.bitwise_left_shift_(4), low.bitwise_and_(15), out=codes)
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(encoded)
-        factors = divided(self._as_scale(scales, head), self._largest)
-        low, high = into.view(2, -1)
-        low.copy_((codes << 4) >> 4)  # with its sign
-        high.copy_(codes >> 4)
-        into.view(-1, self._block).mul_(factors)
-
-    def _write_scales(self, largest: Tensor, head: Tensor, scales: Tensor) -> Tensor:
-        """Write each block's scale, rounded up from its largest magnitude. Returns it decoded."""
-        largest = largest.clamp(min=SMALLEST)
-        rounded = (largest.view(torch.int32) + 2**self._scale_shift - 1) >> self._scale_shift  # up
-        base = rounded.max() - 255
-        head.copy_(base)
-        scales.copy_((rounded - base).clamp_(min=0))
-        return self._as_scale(scales, base)
-
-    def _as_scale(self, scales: Tensor, base: Tensor) -> Tensor:
-        bits = scales.int().add_(base).bitwise_left_shift_(self._scale_shift)
-        return bits.view(torch.float32).view(-1, 1)
+        bits = scales.int().add_(head).bitwise_left_shift_(self._scale_shift)
+        factors = bits.view(torch.float32).div_(on(bits.device, self._largest))
+        # Both halves of each byte, with their signs.
+        shifts = on(bits.device, 4, 0, dtype=torch.int8).unsqueeze(1)
+        halves = codes.unsqueeze(-2).bitwise_left_shift(shifts).bitwise_right_shift_(4)
+        into.unflatten(-1, (2, -1)).copy_(halves)
+        into.unflatten(-1, (-1, self._block)).mul_(factors.unsqueeze(-1))
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = (encoded.numel() - self._header) // (self._block // 2 + 1)
-        head, rest = encoded[: self._header].view(torch.int32), encoded[self._header :]
-        return head, rest[:blocks], rest[blocks:].view(torch.int8)
+        blocks = (encoded.shape[-1] - self._header) // (self._block // 2 + 1)
+        head, rest = encoded[..., : self._header].view(torch.int32), encoded[..., self._header :]
+        return head, rest[..., :blocks], rest[..., blocks:].view(torch.int8)
 
 
-def divided(values: Tensor, by: float) -> Tensor:
-    """Return the quotients, in the same bits on every device.
+@functools.cache
+def on(device: torch.device, *numbers: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers in a device's memory: 1-D, kept for the next time.
 
-    By a Python number a CUDA device multiplies with the reciprocal, which rounds twice.
+    By a Python number a CUDA device multiplies with the reciprocal, which rounds twice: the bits
+    of a quotient would not be those of a CPU.
     """
-    return values / values.new_full((), by)
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def make_wire_format(name: str) -> WireFormat:

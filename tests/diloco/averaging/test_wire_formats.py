@@ -91,3 +91,18 @@ def test_no_bias_and_the_error_that_belongs_to_the_format(name):
     error = float((decoded - values).norm() / values.norm())
     assert abs(shrinks_by) < {"bfloat16": 1e-4, "int8": 1e-3, "fp4": 5e-3}[name]
     assert error < {"bfloat16": 2e-3, "int8": 8e-3, "fp4": 0.12}[name]
+
+
+@pytest.mark.parametrize("name", ENCODED)
+def test_rows_of_messages_are_decoded_to_the_bits_of_each(name):
+    # In the larger memory in which messages arrive, and into a larger scratch.
+    wire_format = make_wire_format(name)
+    size = wire_format.num_bytes(3 * PART)
+    received = torch.zeros(3, size + 8, dtype=torch.uint8)
+    for seed, message in enumerate(received):
+        wire_format.encode(draw(3 * PART, scale=10.0**-seed, seed=seed), message[4:-4])
+    decoded = torch.full((3, 4 * PART), float("nan"))
+    wire_format.decode(received[:, 4:-4], decoded[:, : 3 * PART])
+    for seed, row in enumerate(decoded[:, : 3 * PART]):
+        expected = there_and_back(name, draw(3 * PART, scale=10.0**-seed, seed=seed))
+        assert torch.equal(row, expected)
