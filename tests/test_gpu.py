@@ -17,6 +17,7 @@ from common import Constant, TinyMLP, batch, mse, muon_by_shape, plain_sgd
 from promises.groups import STREAMING, Group, adamw, run, sgd, traces
 
 from composer_replication import simulate
+from composer_replication.diloco import flat_chunks
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -278,7 +279,10 @@ def test_a_signal_ends_the_wait_for_a_message_on_the_device():
 
 
 @of_backups
-def test_an_outer_step_has_the_bits_of_the_cpu(backup_device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_outer_step_has_the_bits_of_the_cpu(dtype, backup_device, monkeypatch):
+    monkeypatch.setattr(flat_chunks, "LAST_SCRATCH", 64)  # bfloat16 in several chunks
+
     # Where it has not, groups on a CPU and groups on this device could not train one model.
     def replica(group):
         for step in range(8):
@@ -287,7 +291,7 @@ def test_an_outer_step_has_the_bits_of_the_cpu(backup_device):
 
     settings = {"inner": sgd, "sync_every": 1, "digest_every": 1}
     digests = {
-        device: run(1, replica, model=lambda d=device: TinyMLP().to(d), **settings, **own)
+        device: run(1, replica, model=lambda d=device: TinyMLP().to(d, dtype), **settings, **own)
         for device, own in ((DEVICE, {"backup_device": backup_device}), ("cpu", {}))
     }
     assert digests[DEVICE] == digests["cpu"] and len({*digests["cpu"][0]}) == 8

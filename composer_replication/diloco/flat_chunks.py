@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,10 @@ CHUNK = 2**18
 """Elements of a chunk on a CPU: what is written is still in cache when it is read again."""
 
 SCRATCH = 2**26
-"""Most bytes of an accelerator's memory for what a chunk needs beside the buffers: 64 MiB."""
+"""Most bytes of an accelerator's memory for a part of what rests in host memory: 64 MiB."""
+
+LAST_SCRATCH = 2**22
+"""The same for numbers rounded to a smaller dtype, where a buffer has no room for them: 4 MiB."""
 
 ALIGNMENT = 16
 
@@ -83,7 +86,7 @@ class Layout:
 
     Arithmetic over a flat buffer takes a few operations however many tensors there are. On a CPU it
     goes chunk by chunk, so that memory is read once. On an accelerator a launch takes longer than a
-    chunk's arithmetic, so there it goes over all at once, unless it needs scratch memory.
+    chunk's arithmetic, so there it goes over all at once, unless it needs scratch memory for all.
 
     Args:
         share: What this rank has of the tensors.
@@ -97,6 +100,7 @@ class Layout:
         sizes: Elements of each tensor in a flat buffer.
         are_parameters: Which of them are parameters: 1-D bool.
         chunks: All elements, in order.
+        chunks_to_pack: The same in smaller parts, if numbers are rounded to pack them.
     """
 
     def __init__(
@@ -117,9 +121,9 @@ class Layout:
         self._kinds = [*kinds]
         self.are_parameters = torch.arange(len(tensors)) < count
         self._pieces: dict[tuple[int, int], Pieces] = {}
-        self._limit = _limit(tensors, rests_elsewhere)
+        self._limit = _limit(tensors, whole or rests_elsewhere)
         self._scattered = self._find_scattered(tensors)
-        self.chunks = self._cut()
+        self._cut_all()
 
     @property
     def num_elements(self) -> int:
@@ -132,25 +136,38 @@ class Layout:
         """Cut the chunks anew if other tensors are scattered in memory than before.
 
         Args:
-            tensors: The model's tensors as they are now.
+            tensors: The model's tensors as they are now. More may follow.
         """
         scattered = self._find_scattered(tensors)
         if scattered != self._scattered:
             self._scattered = scattered
-            self.chunks = self._cut()
+            self._cut_all()
 
-    @staticmethod
-    def _find_scattered(tensors: Sequence[Tensor]) -> list[int]:
-        return [index for index, tensor in enumerate(tensors) if not tensor.is_contiguous()]
+    def _find_scattered(self, tensors: Sequence[Tensor]) -> list[int]:
+        return [index for index in range(len(self.sizes)) if not tensors[index].is_contiguous()]
 
-    def _cut(self) -> list[Chunk]:
+    def _cut_all(self) -> None:
+        self.chunks = self._cut(lambda start: self._limit)
+        has_low = any(chunk.dtype != torch.float32 for chunk in self.chunks)
+        is_whole = self._limit >= self.num_elements
+        self.chunks_to_pack = self._cut(self._most_to_pack) if has_low and is_whole else self.chunks
+
+    def _most_to_pack(self, start: int) -> int:
+        """Most elements of a chunk from here on that can be rounded in memory that follows it.
+
+        They take half of fp32's bytes, or fewer.
+        """
+        follow = self.num_elements - start
+        return max(LAST_SCRATCH // 2, 2 * follow // 3) // ALIGNMENT * ALIGNMENT
+
+    def _cut(self, most: Callable[[int], int]) -> list[Chunk]:
         chunks = []
         indices = [index for index, size in enumerate(self.sizes) if size]
         for kind, group in itertools.groupby(indices, self._kinds.__getitem__):
             members = [*group]
             start, end = self._firsts[members[0]], self._firsts[members[-1] + 1]
             while start < end:
-                stop = min(end, self._end_of(start + self._limit, end))
+                stop = min(end, self._end_of(start + most(start), end))
                 chunks.append(Chunk(self.pieces(slice(start, stop)), *kind))
                 start = stop
         return chunks
@@ -227,15 +244,13 @@ class Layout:
         _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
 
 
-def _limit(tensors: Sequence[Tensor], rests_elsewhere: bool) -> int:
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "cpu":
+def _limit(tensors: Sequence[Tensor], in_parts: bool) -> int:
+    if not tensors or tensors[0].device.type == "cpu":
         return CHUNK
-    low = (t.element_size() for t in tensors if t.dtype != torch.float32)
-    scratch = 4 * rests_elsewhere + max(low, default=0)
-    if not scratch:
-        return max(1, sum(t.numel() for t in tensors))
-    return SCRATCH // scratch // ALIGNMENT * ALIGNMENT
+    if not in_parts:
+        return max(1, sum(tensor.numel() for tensor in tensors))
+    low = max((t.element_size() for t in tensors if t.dtype != torch.float32), default=0)
+    return SCRATCH // (4 + low) // ALIGNMENT * ALIGNMENT
 
 
 class Squares:

@@ -18,7 +18,6 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import Vitals
 from composer_replication.diloco.peer_table import PeerTable
-from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.settings import DiLoCoSettings
 
@@ -142,7 +141,6 @@ class FragmentSync:
         self._state = state
         self._peer_table = peer_table
         self._settings = settings
-        self._local = [*global_parameters.local_tensors.values()]
         self.device = global_parameters.device
         self.mean = make_mean(
             global_parameters.layout,
@@ -184,14 +182,14 @@ class FragmentSync:
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self.unsynced.packed = self._to_pack()
-        local = packed.local or self.local()
+        local = packed.local or self.globals.held()
         odd_globally, odd_here = self.globals.not_finite(local)
         odd = odd_globally | odd_here
         self.mean.forget_residual({*packed.frozen} | odd)
-        averaged, self._buffers = self.globals.divide(local)
+        self._buffers = local[self.globals.num_parameters :]
         contribution = packed.contribution(self._settings.weight_by)
         # ``odd``, as a difference of two zeros: the mean of the others, or the first group's value.
-        self.globals.pack(self.mean, averaged, odd, contribution)
+        self.globals.pack(self.mean, local, odd, contribution)
         if self.mean.contribution and (odd_here - odd_globally):
             names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
             log.warning("Not finite in this group, and left out: %s", listed(names))
@@ -294,7 +292,7 @@ class FragmentSync:
             return unsynced.unsent
         kept = None
         if self._settings.fragment_sync_delay:
-            kept = copies_of(self.local())
+            kept = copies_of(self.globals.held())
         return Packed(
             inner_steps=unsynced.inner_steps,
             samples=unsynced.samples,
@@ -303,10 +301,6 @@ class FragmentSync:
             local=kept,
             frozen=self.globals.frozen(),
         )
-
-    def local(self) -> list[Tensor]:
-        """The local parameters and buffers, as this rank holds them; not copies."""
-        return [local_tensor(tensor) for tensor in self._local]
 
     @property
     def _write_back_alpha(self) -> float:
@@ -333,7 +327,8 @@ class FragmentSync:
             unsynced.samples -= packed.samples
             unsynced.learning_rates -= packed.learning_rates
         else:  # the steps taken while the sync was in flight are thrown away
-            unsynced.inner_steps = unsynced.samples = 0
+            unsynced.inner_steps = 0
+            unsynced.samples = 0
             unsynced.learning_rates = 0.0
         unsynced.unsent = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -49,6 +49,7 @@ class GlobalParameters:
         shards_of: Returns the ``Shards`` of tensors: what this rank has of them.
 
     Attributes:
+        num_parameters: How many parameters there are: the first tensors in ``theta``.
         averaged_buffers: The indices of the buffers in ``theta``.
         device: Where the model is.
         share: What this rank averages with other groups.
@@ -104,6 +105,7 @@ class GlobalParameters:
         """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
         """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
+        self.num_parameters = len(parameters)
         self.averaged_buffers = range(len(parameters), len(self.local))
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -136,84 +138,85 @@ class GlobalParameters:
             alpha: See ``write_back``.
         """
         if is_plain_sgd(self.optimizer):
-            self._step_norms = self._descend(mean, alpha)
+            self._descend(mean, alpha)
         else:
-            self._step_norms = self._step(mean)
-            self._write(self.flat.to(self.device), alpha)
+            self._step(mean)
+            self._write(self.flat, alpha)
         if self.is_shared:
             self._write(self._gather(mean), alpha)
 
-    def _descend(self, mean: WeightedMean, alpha: float) -> StepNorms:
+    def _descend(self, mean: WeightedMean, alpha: float) -> None:
         """Take the outer step of torch's SGD in chunks, and write back each that is whole."""
-        step, sums = SGDStep(self.optimizer, mean.divisor, self.device), mean.flat_sums
-        squares = mean.squares()
-        unmoved = self._unmoved(squares, mean.sums())
+        sums = mean.sums
+        squares = mean.squares()  # before the step overwrites the sums
+        unmoved = self._unmoved(squares, sums)
+        step = SGDStep(self.optimizer, mean.divisor, self.device)
+        before = 0.0
         if step.momentum:
             self._keep_momentum(unmoved)
-        # Its norm before the step gives momentum_cosine without a pass over memory.
-        before = self._own_momentum_norm() if step.momentum else 0.0
-        local, unmixed = self._local(), self._unmixed(alpha)
+            # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
+            before = self._own_momentum_norm()
+        local = self._local()
+        unmixed = self._unmixed(alpha)
         momentum_squares = Squares(len(self.layout.chunks))
         for index, chunk in enumerate(self.layout.chunks):
-            total, theta = sums[chunk.place], self._lent(self.flat, chunk.place)
+            part = sums[chunk.place]
+            theta = self._lent(self.flat, chunk.place)
             if not chunk.is_parameter:
-                theta.sub_(total.div_(mean.divisor))
+                theta.sub_(part.div_(mean.divisor))
             elif not step.momentum:
-                step.move(theta, total)
+                step.move(theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
-                step.move(theta, total, momentum)
+                step.move(theta, part, momentum)
                 momentum_squares.add([momentum], [index])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
-                self.layout.write(chunk, theta, local, alpha, unmixed, scratch=total)
+                # Now, while theta is in cache. The sums have been used: their memory is free.
+                self.layout.write(chunk, theta, local, alpha, unmixed, scratch=part)
         self._await_rest()
-        copies = torch.tensor([chunk.copies for chunk in self.layout.chunks])
-        self._momentum_norm = math.sqrt((momentum_squares.by_tensor() / copies).sum())
-        norms = self._norms_of(squares / mean.divisor**2, unmoved)
-        return norms._replace(momentum_before=before, decay=step.momentum)
+        copies = [chunk.copies for chunk in self.layout.chunks]
+        self._momentum_norm = _norm(momentum_squares.by_tensor(), copies)
+        self._note_norms(squares / mean.divisor**2, momentum_before=before, decay=step.momentum)
 
-    def _step(self, mean: WeightedMean) -> StepNorms:
+    def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
+        deltas = mean.unpack()
         squares = Squares(len(self.theta))
-        for index, (theta, delta) in enumerate(
-            zip(self.theta.values(), mean.unpack(), strict=True)
-        ):
-            squares.add([delta], [index])
-            delta = delta.view(theta.shape).to(theta.device)
-            if index in self.averaged_buffers:
-                theta.sub_(delta)
-            else:
-                theta.grad = delta
-        by_tensor = squares.by_tensor()
-        unmoved = self._unmoved(by_tensor, [*mean.sums()])
+        squares.add(deltas.split(self.shards.sizes), [*range(len(self.theta))])
+        unmoved = self._unmoved(squares.by_tensor(), deltas)
         parameters = [*self.theta.values()]
+        deltas = self.views(deltas.to(self.flat.device))
+        for theta, delta in islice(zip(parameters, deltas, strict=True), self.num_parameters):
+            theta.grad = delta
+        for index in self.averaged_buffers:
+            parameters[index].sub_(deltas[index])
         for index in unmoved:  # it would be moved by weight decay, or by old momentum
             parameters[index].grad = None
             self.optimizer.state.pop(parameters[index], None)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        return self._norms_of(by_tensor, unmoved)
+        self._note_norms(squares.by_tensor())
 
-    def _unmoved(self, squares: Tensor, sums: Sequence[Tensor]) -> list[int]:
+    def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
         has_moved = squares.bool().double()
+        parts = sums.split(self.shards.sizes)
         for index in has_moved.logical_not().nonzero().flatten().tolist():
-            has_moved[index] = float(sums[index].any())  # fp32 has no squares of 1e-30
+            has_moved[index] = float(parts[index].any())  # fp32 has no squares of 1e-30
         ranks = self.shards.sum(has_moved).tolist()
-        return [index for index in range(self.averaged_buffers.start) if not ranks[index]]
+        return [index for index in range(self.num_parameters) if not ranks[index]]
 
-    def _norms_of(self, squares: Tensor, unmoved: Sequence[int]) -> StepNorms:
-        squares = squares / torch.tensor(self.shards.copies, dtype=torch.float64)
-        still = torch.zeros(len(squares), dtype=torch.bool)
-        still[[*unmoved, *self.averaged_buffers]] = True
-        return StepNorms.of_parts(math.sqrt(squares[~still].sum()), math.sqrt(squares[still].sum()))
+    def _note_norms(self, squares: Tensor, **more: float) -> None:
+        copies = self.shards.copies
+        of_parameters = squares.where(self.layout.are_parameters, 0.0)
+        self._step_norms = StepNorms(_norm(squares, copies), _norm(of_parameters, copies), **more)
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
-        parameters = [*self.local.values()][: self.averaged_buffers.start]
+        parameters = islice(self.local.values(), self.num_parameters)
         return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
 
     # Global parameters that rest in host memory are computed with on the model's device.
@@ -241,7 +244,7 @@ class GlobalParameters:
 
         Args:
             mean: Packs it.
-            local: The local tensors in the order of ``theta``.
+            local: The local tensors in the order of ``tensors``.
             odd: Tensors that have no pseudo-gradient in this sync, by index.
             weight: This group's contribution.
         """
@@ -250,8 +253,11 @@ class GlobalParameters:
         if self.share is not self.shards:
             own = own[self.share.start :][: self.layout.num_elements]
 
-        def write(chunk: Chunk, values: Tensor) -> None:
-            theta = self._lent(own, chunk.place).to(chunk.dtype)
+        def write(chunk: Chunk, into: Tensor) -> None:
+            values = into[chunk.place]
+            theta = self._lent(own, chunk.place)
+            if chunk.dtype != torch.float32:
+                theta = _rounded(theta, chunk.dtype, into[chunk.place.stop :])
             views, parts = chunk.pairs(local, values)
             if values.device.type == "cpu" and chunk.dtype == torch.float32:
                 # A pass over memory less than where they are gathered first.
@@ -283,7 +289,8 @@ class GlobalParameters:
 
     def _write(self, flat: Tensor, alpha: float) -> None:
         """Write all tensors, in the order of ``theta``, into the model."""
-        local, unmixed = self._local(), self._unmixed(alpha)
+        local = self._local()
+        unmixed = self._unmixed(alpha)
         self._whole_layout.follow(local)
         for chunk in self._whole_layout.chunks:
             values = self._lent(flat, chunk.place)
@@ -291,7 +298,7 @@ class GlobalParameters:
         self._await_rest()
 
     def _local(self) -> list[Tensor]:
-        local = [local_tensor(tensor) for tensor in self.local.values()]
+        local = self.held()
         self.layout.follow(local)
         return local
 
@@ -299,7 +306,7 @@ class GlobalParameters:
         """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""
         if not alpha:
             return set()
-        return set(self.frozen()).union(*self.not_finite(self._local()))
+        return set(self.frozen()).union(*self.not_finite(self.held()))
 
     def _gather(self, mean: WeightedMean) -> Tensor:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
@@ -309,11 +316,11 @@ class GlobalParameters:
 
     @torch.no_grad()
     def has_moved(self) -> bool:
-        """Whether local parameters are not the global ones, in what this rank averages."""
-        pairs = zip(self.own_parts(), self.share.own(self._local()), strict=True)
+        """Whether local parameters are not the global ones, in what this rank holds of these."""
+        pairs = zip(self.theta.values(), self.shards.own(self.held()), strict=False)
         return any(
-            not torch.equal(own, theta.to(own.device, own.dtype))
-            for theta, own in islice(pairs, self.averaged_buffers.start)
+            not torch.equal(own, theta.view(-1).to(own.device, own.dtype))
+            for theta, own in islice(pairs, self.num_parameters)
         )
 
     # ---- by name, and by rank --------------------------------------------------------------------
@@ -333,9 +340,9 @@ class GlobalParameters:
         """All that is global, by name: this rank's part of ``theta``, and the copied buffers."""
         return {**self.theta, **self.copied.values}
 
-    def divide(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """From a list in the order of ``tensors`` take what is averaged, and the buffers."""
-        return tensors[: len(self.theta)], tensors[self.averaged_buffers.start :]
+    def held(self) -> list[Tensor]:
+        """What this rank holds of ``local_tensors``; not copies."""
+        return [local_tensor(tensor) for tensor in self.local_tensors.values()]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
@@ -346,11 +353,6 @@ class GlobalParameters:
         sizes = self.share.whole_sizes
         parts = flat[: sum(sizes)].split(sizes)
         return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
-
-    def own_parts(self) -> Iterator[Tensor]:
-        """This rank's share of each global parameter, 1-D."""
-        theta = (parameter.detach() for parameter in self.theta.values())
-        return theta if self.is_shared else self.share.own(theta)
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
         """Return all of a global tensor. If ranks share it, this gathers it: a collective.
@@ -400,12 +402,12 @@ class GlobalParameters:
         """
         received, theta = self.copied.take(), [*self.theta.values()]
         for index in averaged:
-            own = self.shards.part_of(index, received[index - self.averaged_buffers.start])
+            own = self.shards.part_of(index, received[index - self.num_parameters])
             theta[index].copy_(own.view(theta[index].shape))
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
-        self.share.level([*self.local_tensors.values()][self.averaged_buffers.start :])
+        self.share.level([*self.local_tensors.values()][self.num_parameters :])
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
@@ -434,7 +436,7 @@ class GlobalParameters:
             unmoved: The parameters that forget it, by index: it would move them although their mean
                 pseudo-gradient is 0.
         """
-        parameters = [*self.theta.values()][: self.averaged_buffers.start]
+        parameters = [*self.theta.values()][: self.num_parameters]
         momenta = self.momenta
         if any(theta not in self.optimizer.state for theta in parameters):
             for theta, own in zip(parameters, momenta, strict=False):
@@ -450,7 +452,8 @@ class GlobalParameters:
             flat: Becomes ``flat``.
             momentum: The same for the outer momentum.
         """
-        self.flat, self.momentum = flat, momentum
+        self.flat = flat
+        self.momentum = momentum
         for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
             # The optimizer holds these Parameters, so their memory is replaced, and not they.
             parameter.data = view
@@ -462,7 +465,8 @@ class GlobalParameters:
         that is written again.
         """
         self.optimizer.load_state_dict(state_dict)
-        self._momentum_norm, momenta = None, self.momenta
+        self._momentum_norm = None
+        momenta = self.momenta
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
@@ -498,11 +502,21 @@ class GlobalParameters:
             squares = Squares(len(self.theta))
             for index, theta in enumerate(self.theta.values()):
                 buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-                if buffer is not None and buffer.numel():
+                if buffer is not None:
                     squares.add([buffer.view(-1)], [index])
-            copies = torch.tensor(self.shards.copies)
-            self._momentum_norm = math.sqrt((squares.by_tensor() / copies).sum())
+            self._momentum_norm = _norm(squares.by_tensor(), self.shards.copies)
         return self._momentum_norm
+
+
+def _rounded(values: Tensor, dtype: torch.dtype, memory: Tensor) -> Tensor:
+    """Round values to another dtype, in this memory if it is large enough."""
+    room = memory.view(dtype)[: values.numel()]
+    return room.copy_(values) if room.numel() == values.numel() else values.to(dtype)
+
+
+def _norm(squares: Tensor, copies: Sequence[int]) -> float:
+    """This rank's part of a norm, given squares of which so many ranks hold the same."""
+    return math.sqrt((squares / torch.tensor(copies)).sum())
 
 
 def _check_dtypes(parameters: Mapping[str, Tensor]) -> None:

@@ -121,7 +121,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     means = [_mean_of_local(fragment, weight) for fragment in fragments]
     works = [work for mean in means for work in mean.send(manager)]
     for fragment in fragments:
-        _, buffers = fragment.globals.divide(fragment.local())
+        buffers = fragment.globals.held()[fragment.globals.num_parameters :]
         works += fragment.globals.copied.send(manager, fragment.device, buffers)
     for work in works:
         work.wait()
@@ -129,8 +129,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         return False
     for fragment, mean in zip(fragments, means, strict=True):
         if mean.finish():
-            for theta, value in zip(fragment.globals.theta.values(), mean.unpack(), strict=True):
-                theta.detach().copy_(value.view(theta.shape))
+            fragment.globals.flat.copy_(mean.unpack())
             fragment.globals.take_buffers(fragment.globals.averaged_buffers)
         fragment.take_global()
     return True
@@ -144,10 +143,11 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     """
     layout = fragment.globals.layout
     mean = WeightedMean(layout, fragment.device, fragment.mean.gathers)
-    local, _ = fragment.globals.divide(fragment.local())
+    local = fragment.globals.held()
     layout.follow(local)
 
-    def write(chunk: Chunk, values: Tensor) -> None:
+    def write(chunk: Chunk, into: Tensor) -> None:
+        values = into[chunk.place]
         if not chunk.is_parameter:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()

@@ -162,11 +162,6 @@ class StepNorms(NamedTuple):
     momentum: float = 0.0
     decay: float = 0.0
 
-    @classmethod
-    def of_parts(cls, stepped: float, still: float) -> StepNorms:
-        """Make it from the mean's norms over what the outer optimizer moved, and over the rest."""
-        return cls(math.hypot(stepped, still), stepped)
-
     @property
     def momentum_cosine(self) -> float | None:
         """Cosine between the mean pseudo-gradient and the momentum before the step.

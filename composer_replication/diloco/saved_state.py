@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fragment_sync import FragmentSync, Packed
+from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Unsynced
 from composer_replication.diloco.outer_loop import OuterLoop
 
 
@@ -48,15 +48,12 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     state, fragments = loop.state, loop.fragments
     state.resume(saved)
     loop.resume(saved["inner_steps"])
-    if "round_length" in saved:  # an earlier version has none: there all turns were equally long
-        loop.round_length.load_state_dict(saved["round_length"])
-        loop.peer_table.step_s = loop.round_length.step_s
+    loop.round_length.load_state_dict(saved["round_length"])
+    loop.peer_table.step_s = loop.round_length.step_s
     if "usual_pace" in saved:  # an earlier version has none, and no learning rates either
         loop.peer_table.usual_pace.load_state_dict(saved["usual_pace"])
     for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
-        unsynced = fragment.unsynced
-        unsynced.inner_steps, unsynced.samples, *rates = counted
-        unsynced.learning_rates = sum(rates)
+        fragment.unsynced = Unsynced(*counted)
         if saved["residual"]:
             fragment.mean.load_residual(
                 [saved["residual"][name].reshape(-1) for name in fragment.globals.theta]
@@ -80,23 +77,18 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
     """Continue with the sync in flight of a checkpoint: it is sent again in the next quorum.
 
     Args:
-        saved: What ``saved_state`` has as ``in_flight``. Earlier versions have other forms: one has
-            several packs, all have ``is_dropped`` or ``is_replacing``.
+        saved: What ``saved_state`` has as ``in_flight``.
         loop: The outer loop of this group.
 
     Returns:
         Whether there is one.
     """
-    if saved is not None and "packs" in saved:
-        packs = saved["packs"]
-        saved = packs[0] | {"local": saved["local"]} if len(packs) == 1 else None
     loop.in_flight = None
-    if saved:
-        gone = "is_dropped", "is_replacing"
-        saved = {name: value for name, value in saved.items() if name not in gone}
-        fragment, local = loop.fragments[saved.pop("fragment")], saved.pop("local")
-        local = [local[name] for name in fragment.globals.tensors]
-        fragment.unsynced.unsent = Packed(**saved, local=local)
+    if saved is not None:
+        packed = dict(saved)
+        fragment = loop.fragments[packed.pop("fragment")]
+        packed["local"] = [saved["local"][name] for name in fragment.globals.tensors]
+        fragment.unsynced.unsent = Packed(**packed)
         loop.in_flight = fragment
     loop.set_torchft_step()
     return loop.in_flight is not None

@@ -99,10 +99,12 @@ class Shards:
         host_ranks: Callable[[], ProcessGroup] | None = None,
     ) -> None:
         tensors = list(tensors)
-        self.whole_sizes, self.bucket = [local_tensor(t).numel() for t in tensors], BUCKET
-        self.are_held, self._ranks, self._host_ranks = are_held, ranks, host_ranks
-        self._rank, size = (ranks.rank(), ranks.size()) if ranks is not None else (0, 1)
-        self.has_ranks, self.num_shares = size > 1, 1 if are_held else size
+        self._ranks = ranks
+        self._host_ranks = host_ranks
+        self._rank = ranks.rank() if ranks is not None else 0
+        size = ranks.size() if ranks is not None else 1
+        self.has_ranks = size > 1
+        self.are_held = are_held
         counts = [count_shards(tensor) for tensor in tensors]
         odd = next((count for count in counts if are_held and size % count), None)
         if odd is not None:
@@ -115,13 +117,20 @@ class Shards:
         # to reduce tensors there.
         sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
         self._device = torch.device(next(sharded, None) or next((t.device for t in tensors), "cpu"))
-        share = -(-sum(self.whole_sizes) // self.num_shares)
+
+        self.bucket = BUCKET
+        self.whole_sizes = [local_tensor(tensor).numel() for tensor in tensors]
+        self._firsts = [*itertools.accumulate(self.whole_sizes, initial=0)]
+        # Shards are one share: each rank has another one, and all of it.
+        self.num_shares = 1 if are_held else size
+        place = 0 if are_held else self._rank
+        share = -(-self._firsts[-1] // self.num_shares)
         if self.num_shares > 1:
             share = -(-share // self.ALIGNMENT) * self.ALIGNMENT
-        self._share, self.padded = share, share * self.num_shares
-        place = 0 if are_held else self._rank
-        self.start, self.stop = place * share, (place + 1) * share
-        self._firsts = [*itertools.accumulate(self.whole_sizes, initial=0)]
+        self._share = share
+        self.padded = share * self.num_shares
+        self.start = place * share
+        self.stop = self.start + share
         self._parts = [self._part(index, place) for index in range(len(tensors))]
         self.sizes = [part.stop - part.start for part in self._parts]
 

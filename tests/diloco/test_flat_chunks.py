@@ -45,6 +45,21 @@ def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
     assert [sum(5 in dict(c.pieces.parts) for c in layout.chunks)] == [1], "scattered, so not cut"
 
 
+def test_on_an_accelerator_what_is_rounded_has_room_behind_its_chunk(monkeypatch):
+    monkeypatch.setattr(flat_chunks, "LAST_SCRATCH", 64)
+    values = [tensor.to("meta") for tensor in tensors() if tensor.is_contiguous()]
+    layout = Layout(Shards(values), values)
+    assert len(layout.chunks) == 3 < len(layout.chunks_to_pack)  # they end where a dtype does
+    places = [chunk.place for chunk in layout.chunks_to_pack]
+    assert [0, *(place.stop for place in places)] == [
+        *(place.start for place in places),
+        layout.num_elements,
+    ]
+    for place in places:
+        size = place.stop - place.start
+        assert size <= 32 or 2 * size <= 4 * (layout.num_elements - place.stop)
+
+
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 def test_what_is_written_is_what_was_read(alpha):
     values, into = tensors(), [torch.ones_like(t) for t in tensors()]

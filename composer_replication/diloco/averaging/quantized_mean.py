@@ -113,25 +113,25 @@ class QuantizedMean(WeightedMean):
                 self.residual.zero_()
             return super().finish()
         assert self._exchange is not None, "it has been sent"
-        exchange, start = self._exchange, 0
-        self.total, self.divisor = exchange.total, 1.0
-        residual = self.residual if self.contribution else None
-        for bucket in exchange.buckets if self.total else ():
-            stop = start + bucket.values.numel()
-            bucket.finish(residual[start:stop] if residual is not None else None)
-            start = stop
+        self.total = self._exchange.total
+        self.divisor = 1.0
+        if self.total:
+            buckets = self._exchange.buckets
+            errors = self.residual.split([bucket.values.numel() for bucket in buckets])
+            for bucket, error in zip(buckets, errors, strict=True):
+                bucket.finish(error if self.contribution else None)
         self._gather()
         return self.total
 
     def clear(self) -> None:
-        super().clear()
         if self._taken is not None:
             self._message_memory.give_back(self._taken)
-        self._exchange = self._taken = None
+        super().clear()
 
     def abandon(self) -> None:
         super().abandon()
-        self._exchange = self._taken = None
+        self._exchange = None
+        self._taken = None
 
     def gather_residual(self) -> Tensor:
         whole = self.residual

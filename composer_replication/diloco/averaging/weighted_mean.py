@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from composer_replication.diloco.outer_health import UNSEEN, Vitals
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
 Write = Callable[[Chunk, Tensor], object]
-"""Writes this group's values of a chunk, as 1-D fp32, into a tensor."""
+"""Writes this group's values of a chunk into its place of a flat buffer, 1-D fp32. What follows
+that place may be overwritten: it is written later."""
 
 
 class WeightedMean:
@@ -38,7 +39,9 @@ class WeightedMean:
     """
 
     def __init__(self, layout: Layout, device: torch.device, gathers: bool = True) -> None:
-        self.layout, self.device, self.gathers = layout, device, gathers
+        self.layout = layout
+        self.device = device
+        self.gathers = gathers
         self.share = share = layout.share
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
@@ -47,9 +50,13 @@ class WeightedMean:
         self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
-        self.norm = self.sent_norm = self.moved = self.moved_each = 0.0
+        self.norm = 0.0
+        self.sent_norm = 0.0
+        self.moved = 0.0
+        self.moved_each = 0.0
         self.contribution = 0.0
-        self.is_left_out = self.is_gathered = False
+        self.is_left_out = False
+        self.is_gathered = False
         self.total = 0.0
         self.divisor = 0.0
         """The sums are this number times the mean."""
@@ -66,7 +73,7 @@ class WeightedMean:
         It waits for an accelerator once.
 
         Args:
-            write: Called with each chunk, and where its values belong.
+            write: Called with each chunk, in their order, and the buffer of all.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
@@ -77,9 +84,9 @@ class WeightedMean:
         own = to_send[: layout.num_elements]
         count = len(layout.sizes)
         squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
-        for chunk in layout.chunks:
+        for chunk in layout.chunks_to_pack:
+            write(chunk, own)
             values = own[chunk.place]
-            write(chunk, values)
             parts, indices = values.split(chunk.pieces.sizes), chunk.pieces.indices
             squares.add(parts, indices)
             self._prepare(chunk.place, values, contribution)
@@ -89,7 +96,8 @@ class WeightedMean:
         norms = (share.sum(sums) if asks_ranks else sums).sqrt()
         self.norm, self.sent_norm, self.moved, elements = norms.tolist()
         self.moved_each = self.moved / (elements or 1.0)
-        self.is_left_out = self.is_gathered = False
+        self.is_left_out = False
+        self.is_gathered = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
             # Not multiplied by 0: 0 * nan is nan, and would reach all groups.
@@ -98,7 +106,8 @@ class WeightedMean:
             # Padding: what an earlier sync has left there would be summed.
             to_send[layout.num_elements :] = 0.0
         weight = torch.full((1,), self.contribution, device=self.device)
-        self.messages, self._sums = [*to_send.split(share.bucket), weight], flat
+        self.messages = [*to_send.split(share.bucket), weight]
+        self._sums = flat
         self._squares = None
 
     def _sums_of(self, squares: Tensor) -> Tensor:
@@ -197,14 +206,15 @@ class WeightedMean:
         for message in self.messages[:-1]:
             for rank, part in enumerate(self._gather_message(manager, message)):
                 squares[rank] += torch.dot(part, part)
-        weights = torch.cat([*self._gather_message(manager, self.messages[-1])]).tolist()
-        norms, limits = squares.sqrt().tolist(), [0.0] * len(weights)
+        norms = squares.sqrt().tolist()
+        weights = self._gather_message(manager, self.messages[-1]).flatten().tolist()
+        unsound = set(range(len(norms)))
         for rank, group in vitals.items():
             weight = group.contribution if self._is_weighted else 1.0
-            limits[rank] = (group.sent_norm + UNSEEN) * weight
-        said = {rank: group.contribution for rank, group in vitals.items()}
-        sound = (norm <= self.SLACK * limit for norm, limit in zip(norms, limits, strict=True))
-        return {n for n, fits in enumerate(sound) if not (fits and said.get(n) == weights[n])}
+            is_short = norms[rank] <= self.SLACK * (group.sent_norm + UNSEEN) * weight
+            if is_short and weights[rank] == group.contribution:
+                unsound.remove(rank)
+        return unsound
 
     def sum_sound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> None:
         """Gather the messages again, and sum those of these ranks."""
@@ -213,20 +223,20 @@ class WeightedMean:
             message.zero_()
             for rank, group in vitals.items():
                 if group.contribution:
-                    message.add_(
-                        parts[rank], alpha=1.0 if self._is_weighted else group.contribution
-                    )
+                    weight = 1.0 if self._is_weighted else group.contribution
+                    message.add_(parts[rank], alpha=weight)
         self.messages[-1].fill_(sum(group.contribution for group in vitals.values()))
         self._squares = None
         if manager.participating_rank() not in vitals:
-            self.contribution, self.is_left_out = 0.0, True
+            self.contribution = 0.0
+            self.is_left_out = True
 
-    def _gather_message(self, manager: DiLoCoManager, message: Tensor) -> Sequence[Tensor]:
-        groups = manager.num_participants()
-        gathered = message.new_zeros(groups * message.numel())
+    def _gather_message(self, manager: DiLoCoManager, message: Tensor) -> Tensor:
+        """The message of each group: a row for each."""
+        gathered = message.new_zeros(manager.num_participants(), message.numel())
         if message.numel():
-            manager.all_gather(gathered, message).wait()
-        return gathered.chunk(groups) if message.numel() else [gathered] * groups
+            manager.all_gather(gathered.view(-1), message).wait()
+        return gathered
 
     @property
     def is_finite(self) -> bool:
@@ -241,7 +251,8 @@ class WeightedMean:
         have ended without an error and the vote has passed: a retry has to pack the values again,
         which is not possible afterwards.
         """
-        self.total = self.divisor = float(self.messages[-1])
+        self.total = float(self.messages[-1])
+        self.divisor = self.total
         self._gather()
         return self.total
 
@@ -255,21 +266,16 @@ class WeightedMean:
         assert self._sums is not None, "it has been packed"
         return self._sums
 
-    def sums(self) -> Sequence[Tensor]:
-        """``divisor`` times the mean of each tensor, 1-D fp32: of all of it, or of the share."""
-        sizes = self.share.whole_sizes if self.gathers else self.share.sizes
-        return self.flat_sums.split(sizes)
-
     @property
-    def flat_sums(self) -> Tensor:
-        """``sums``, one tensor after the other."""
+    def sums(self) -> Tensor:
+        """``divisor`` times the mean, 1-D fp32: each tensor after the other, or the share of it."""
         if self.gathers:
             return self.flat[: sum(self.share.whole_sizes)]
         return self._own[: self.layout.num_elements]
 
-    def unpack(self) -> Iterator[Tensor]:
-        """Divide in place, and yield the mean of each tensor, 1-D fp32. Call it once."""
-        return (each.div_(self.divisor) for each in self.sums())
+    def unpack(self) -> Tensor:
+        """Divide in place, and return the mean like ``sums``. Call it once."""
+        return self.sums.div_(self.divisor)
 
     # The residual of the error feedback: none here, since fp32 numbers are not rounded.
 
@@ -292,8 +298,9 @@ class WeightedMean:
     def clear(self) -> None:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""
         self._memory.give_back(self.flat)
-        self.messages, self._sums = [], None
+        self.abandon()
 
     def abandon(self) -> None:
         """Drop what was sent: connections that are about to close may still write to its memory."""
-        self.messages, self._sums = [], None
+        self.messages = []
+        self._sums = None

@@ -51,7 +51,7 @@ def average(sim, mean, step):
     """One sync that commits: what the group takes over."""
     assert attempt(sim.manager, mean, values_of(sim.replica_id, step), 1.0)
     mean.finish()
-    taken = torch.cat(list(mean.unpack()))
+    taken = mean.unpack().clone()
     mean.clear()
     return taken
 
@@ -94,7 +94,7 @@ def test_what_is_kept_back_with_one_weight_brings_no_more_to_the_sum_with_anothe
             number = sim.replica_id
             assert attempt(sim.manager, mean, values_of(number, step), weight(number, step))
             total = mean.finish()
-            taken = torch.cat(list(mean.unpack())).double()
+            taken = mean.unpack().double()
             mean.clear()
             sums += total * taken
             true = true_sum(step) / total
@@ -182,7 +182,7 @@ def test_a_group_whose_values_are_not_finite_changes_nothing_and_keeps_its_resid
         kept = mean.gather_residual().clone()
         value = float("nan") if sim.replica_id == 0 else 2.0
         attempt(sim.manager, mean, [torch.full((size,), value) for size in SIZES], 1.0)
-        return mean.finish(), mean.sums()[0].clone(), kept, mean.gather_residual()
+        return mean.finish(), mean.sums[: SIZES[0]].clone(), kept, mean.gather_residual()
 
     sick, healthy = simulate(replica, num_replicas=2)
     assert sick[0] == healthy[0] == 1.0
