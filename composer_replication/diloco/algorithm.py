@@ -126,7 +126,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
             return
-        samples, self._samples, self._backwards = self._samples, 0, 0
+        samples = self._samples
+        self._samples = 0
+        self._backwards = 0
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             # torch's GradScaler lets a fused optimizer's step run, and do nothing. torchft's
@@ -158,7 +160,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _note_backward(self, parameter: Tensor) -> None:
         self._backwards += 1
         if self._backwards % BACKWARDS == 0:
-            before, self._seen = self._seen, local_tensor(parameter).flatten()[:1024].clone()
+            before = self._seen
+            self._seen = local_tensor(parameter).flatten()[:1024].clone()
             if self._backwards > BACKWARDS and not torch.equal(before, self._seen):
                 raise self._uncounted()
 
@@ -324,7 +327,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def pop_finished_syncs(self) -> list[SyncReport]:
         """The syncs committed since the last call, oldest first."""
-        reports, self._outer.reports = self._outer.reports, []
+        reports = self._outer.reports
+        self._outer.reports = []
         return reports
 
     @property

@@ -80,6 +80,43 @@ class Chunk(NamedTuple):
             parts.append(tensor)
         return views, parts
 
+    def read(self, tensors: Sequence[Tensor], into: Tensor) -> None:
+        """Copy the chunk of the model's tensors.
+
+        Args:
+            tensors: The tensors, of any dtype and device.
+            into: 1-D fp32, of the chunk's size.
+        """
+        _foreach_copy_(*self.pairs(tensors, into))
+
+    def write(
+        self,
+        values: Tensor,
+        tensors: Sequence[Tensor],
+        alpha: float = 0.0,
+        unmixed: Collection[int] = (),
+        scratch: Tensor | None = None,
+    ) -> None:
+        """Set ``tensors = alpha * tensors + (1 - alpha) * values`` in the chunk.
+
+        Args:
+            values: 1-D fp32, of the chunk's size.
+            tensors: The model's tensors.
+            alpha: With 0 the values are copied, since 0 * nan is nan.
+            unmixed: The tensors that get the values whatever ``alpha`` is, by index.
+            scratch: Memory like ``values`` that may be overwritten.
+        """
+        views, parts = self.pairs(tensors, values)
+        if alpha:
+            mixed = torch.empty_like(values) if scratch is None else scratch
+            self.read(tensors, mixed)
+            torch.lerp(values, mixed, alpha, out=mixed)
+            of_mixed, _ = self.pairs(tensors, mixed)
+            triples = zip(self.pieces.indices, views, of_mixed, strict=True)
+            views = [view if index in unmixed else mix for index, view, mix in triples]
+        # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
+        _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
+
 
 class Layout:
     """The order of a fragment's tensors in flat fp32 buffers: this rank's share, or all of them.
@@ -201,48 +238,6 @@ class Layout:
             index += 1
         return Pieces(slice(place.start, min(place.stop, self.num_elements)), sizes, parts)
 
-    # ---- between the model's tensors and a flat buffer -------------------------------------------
-
-    def read(self, chunk: Chunk, tensors: Sequence[Tensor], into: Tensor) -> None:
-        """Copy a chunk of the model's tensors.
-
-        Args:
-            chunk: The chunk.
-            tensors: The tensors, of any dtype and device.
-            into: 1-D fp32, of the chunk's size.
-        """
-        _foreach_copy_(*chunk.pairs(tensors, into))
-
-    def write(
-        self,
-        chunk: Chunk,
-        values: Tensor,
-        tensors: Sequence[Tensor],
-        alpha: float = 0.0,
-        unmixed: Collection[int] = (),
-        scratch: Tensor | None = None,
-    ) -> None:
-        """Set ``tensors = alpha * tensors + (1 - alpha) * values`` in a chunk.
-
-        Args:
-            chunk: The chunk.
-            values: 1-D fp32, of the chunk's size.
-            tensors: The model's tensors.
-            alpha: With 0 the values are copied, since 0 * nan is nan.
-            unmixed: The tensors that get the values whatever ``alpha`` is, by index.
-            scratch: Memory like ``values`` that may be overwritten.
-        """
-        views, parts = chunk.pairs(tensors, values)
-        if alpha:
-            mixed = torch.empty_like(values) if scratch is None else scratch
-            self.read(chunk, tensors, mixed)
-            torch.lerp(values, mixed, alpha, out=mixed)
-            of_mixed, _ = chunk.pairs(tensors, mixed)
-            triples = zip(chunk.pieces.indices, views, of_mixed, strict=True)
-            views = [view if index in unmixed else mix for index, view, mix in triples]
-        # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
-        _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
-
 
 def _limit(tensors: Sequence[Tensor], in_parts: bool) -> int:
     if not tensors or tensors[0].device.type == "cpu":
@@ -283,18 +278,14 @@ class Squares:
     def by_tensor(self) -> Tensor:
         """Return them: 1-D float64 on the CPU. The first call waits for an accelerator."""
         if self._total is None:
-            self._total = self._sum_up()
+            self._total = torch.zeros(self._count, dtype=torch.float64)
+            if self._found:
+                found = torch.stack(self._found)
+                here = found.to("cpu", torch.float64)
+                if found.device.type != "cpu":
+                    here = here.square_()
+                self._total.index_add_(0, torch.tensor(self._indices), here)
         return self._total
-
-    def _sum_up(self) -> Tensor:
-        total = torch.zeros(self._count, dtype=torch.float64)
-        if not self._found:
-            return total
-        found = torch.stack(self._found)
-        here = found.to("cpu", torch.float64)
-        if found.device.type != "cpu":
-            here = here.square_()
-        return total.index_add_(0, torch.tensor(self._indices), here)
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -181,7 +181,8 @@ class FragmentSync:
     def _pack(self) -> None:
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
-        packed = self.unsynced.packed = self._to_pack()
+        packed = self._to_pack()
+        self.unsynced.packed = packed
         local = packed.local or self.globals.held()
         odd_globally, odd_here = self.globals.not_finite(local)
         odd = odd_globally | odd_here

@@ -79,7 +79,8 @@ class GlobalParameters:
         self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         resting = backup_device or self.device
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
-        self.share = self.shards = shards_of(self.local.values())
+        self.share = shards_of(self.local.values())
+        self.shards = self.share
         # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
         if self.share.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
             self.shards = Shards(held.values())
@@ -91,7 +92,8 @@ class GlobalParameters:
             len(parameters),
             rests_elsewhere=rests_elsewhere,
         )
-        self.layout = self._whole_layout = make_layout()
+        self.layout = make_layout()
+        self._whole_layout = self.layout
         if self.share.num_shares > 1:
             self._whole_layout = make_layout(whole=True)
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
@@ -174,7 +176,7 @@ class GlobalParameters:
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
-                self.layout.write(chunk, theta, local, alpha, unmixed, scratch=part)
+                chunk.write(theta, local, alpha, unmixed, scratch=part)
         self._await_rest()
         copies = [chunk.copies for chunk in self.layout.chunks]
         self._momentum_norm = _norm(momentum_squares.by_tensor(), copies)
@@ -267,7 +269,7 @@ class GlobalParameters:
                     part_of_theta = own_part.view(part.shape) if is_scattered else own_part
                     pseudo_gradient(part_of_theta, part, view)
             else:
-                self.layout.read(chunk, local, values)
+                chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
             for index, view in zip(chunk.pieces.indices, views, strict=True) if odd else ():
                 if index in odd:
@@ -294,7 +296,7 @@ class GlobalParameters:
         self._whole_layout.follow(local)
         for chunk in self._whole_layout.chunks:
             values = self._lent(flat, chunk.place)
-            self._whole_layout.write(chunk, values, local, alpha, unmixed)
+            chunk.write(values, local, alpha, unmixed)
         self._await_rest()
 
     def _local(self) -> list[Tensor]:

@@ -45,7 +45,8 @@ class GlobalState:
         fingerprint: dict[str, Any],
         settings: DiLoCoSettings,
     ) -> None:
-        self._fragments, self._settings = fragments, settings
+        self._fragments = fragments
+        self._settings = settings
         self._whole = threading.RLock()
         self._is_in_outer_step = False
         self._num_changes = 0
@@ -57,9 +58,10 @@ class GlobalState:
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.ledger = Ledger(len(fragments))
-        self.compare_next = self.was_healed = False
-        """Whether the next sync compares digests, and whether a heal has replaced this state since
-        the last sync."""
+        self.compare_next = False
+        """Whether the next sync compares digests."""
+        self.was_healed = False
+        """Whether a heal has replaced this state since the last sync."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The global parameters and buffers by name; the tensors themselves, not copies.

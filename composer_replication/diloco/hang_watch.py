@@ -50,13 +50,15 @@ class HangWatch:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._progress_at = self._alive_at = time.monotonic()
+        self._progress_at = time.monotonic()
+        self._alive_at = self._progress_at
         self._wait_limit_s = 0.0
         self._ended = threading.Event()
 
     def start(self) -> None:
         """Start the thread that watches: training begins."""
-        self._progress_at = self._alive_at = time.monotonic()
+        self._progress_at = time.monotonic()
+        self._alive_at = self._progress_at
         self._ended = threading.Event()
         threading.Thread(
             target=self._run, args=(self._ended,), name="hang_watch", daemon=True
@@ -77,7 +79,8 @@ class HangWatch:
             limit_s: After how long the wait itself gives up, or calls ``note_progress``, in
                 seconds. ``math.inf``: in this context nothing counts as a hang.
         """
-        outer_limit_s, self._wait_limit_s = self._wait_limit_s, max(self._wait_limit_s, limit_s)
+        outer_limit_s = self._wait_limit_s
+        self._wait_limit_s = max(outer_limit_s, limit_s)
         self.note_progress()
         try:
             yield
@@ -165,14 +168,17 @@ class SyncClock:
     def __init__(self, hang_watch: HangWatch, wait_limit_s: float) -> None:
         self._hang_watch = hang_watch
         self._wait_limit_s = wait_limit_s
-        self._began = self._waiting_since = time.monotonic()
+        self._began = time.monotonic()
+        self._waiting_since = self._began
         self._blocked_since: float | None = None
-        self._blocked_s = self._waited_s = 0.0
+        self._blocked_s = 0.0
+        self._waited_s = 0.0
 
     @contextmanager
     def blocking(self) -> Iterator[None]:
         """A context whose time counts as blocked. It begins with the wait for a quorum."""
-        self._blocked_since = self._waiting_since = time.monotonic()
+        self._blocked_since = time.monotonic()
+        self._waiting_since = self._blocked_since
         try:
             with self._hang_watch.waiting_for_others(self._wait_limit_s):
                 yield
@@ -199,5 +205,7 @@ class SyncClock:
             self._blocked_since = now
         trained_s = max(0.0, now - self._began - blocked_s)
         reading = SyncSeconds(blocked_s, self._waited_s, trained_s)
-        self._began, self._blocked_s, self._waited_s = now, 0.0, 0.0
+        self._began = now
+        self._blocked_s = 0.0
+        self._waited_s = 0.0
         return reading

@@ -152,7 +152,7 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()
         else:
-            layout.read(chunk, local, values)
+            chunk.read(local, values)
 
     mean.pack(write, weight, asks_ranks=False)
     if weight and not mean.is_finite:

@@ -102,7 +102,8 @@ class SGDStep:
         self, optimizer: torch.optim.Optimizer, divisor: float, device: torch.device
     ) -> None:
         (group,) = optimizer.param_groups
-        self._lr, self.momentum = float(group["lr"]), float(group["momentum"])
+        self._lr = float(group["lr"])
+        self.momentum = float(group["momentum"])
         self._nesterov = group["nesterov"]
         self._divisor = torch.full((), divisor, device=device)
 

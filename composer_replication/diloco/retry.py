@@ -59,7 +59,9 @@ class Waiting:
     """
 
     def __init__(self, purpose: str, limit_s: float | None, log_after_s: float = 0.0) -> None:
-        self._purpose, self._limit_s, self._log_after_s = purpose, limit_s, log_after_s
+        self._purpose = purpose
+        self._limit_s = limit_s
+        self._log_after_s = log_after_s
         self.began = time.monotonic()
 
     @property
@@ -121,10 +123,12 @@ class SyncRetries:
     def __init__(
         self, manager: DiLoCoManager, state: GlobalState, arguments: DiLoCoArguments
     ) -> None:
-        self._manager, self._state = manager, state
+        self._manager = manager
+        self._state = state
         self._waiting = Waiting("to sync", arguments.give_up_after_s)
         self._max_retries = arguments.max_sync_retries
-        self.count = self._num_unexplained = 0
+        self.count = 0
+        self._num_unexplained = 0
         self._cause = ""
         self._had_too_few = False
 
@@ -206,7 +210,8 @@ class StartBarrier:
     """
 
     def __init__(self, manager: DiLoCoManager, arguments: DiLoCoArguments) -> None:
-        self._manager, self._arguments = manager, arguments
+        self._manager = manager
+        self._arguments = arguments
         self._waiting = Waiting("for replica groups", arguments.start_timeout_s, log_after_s=2.0)
         self._can_commit = True
         self._failures = 0
@@ -266,7 +271,8 @@ class StartBarrier:
         Raises:
             TimeoutError: The start has failed ``MAX_FAILED_JOINS`` times because of this group.
         """
-        failure, self._last_failure = self._last_failure, None
+        failure = self._last_failure
+        self._last_failure = None
         if failure is None or fault_of_last_sync(self._manager) == "another":
             return
         self._failures += 1
@@ -286,7 +292,8 @@ class StartBarrier:
         error, cause = _original(self._manager.errored()), why_not_committed(self._manager)
         situation = str(error)
         if not isinstance(error, StartPostponed):  # for example because a group has left again
-            situation = self._last_failure = f"the start did not commit: {cause}"
+            situation = f"the start did not commit: {cause}"
+            self._last_failure = situation
             log.warning("The start did not commit: %s", cause)
         arguments = self._arguments
         may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None

@@ -60,12 +60,14 @@ class Ledger:
 
     def __init__(self, num_fragments: int) -> None:
         self.entries: dict[int, SyncedSamples] = {}
-        self.stream = self.position = 0
+        self.stream = 0
+        self.position = 0
         self._synced = [0] * num_fragments
 
     def read_from(self, stream: int) -> None:
         """Start a new stream, of which nothing has been trained on."""
-        self.stream, self.position = stream, 0
+        self.stream = stream
+        self.position = 0
         self._synced = [0] * len(self._synced)
 
     def stop_reading(self) -> None:
@@ -110,5 +112,6 @@ class Ledger:
 
     def load_local_state(self, state: Mapping[str, Any]) -> None:
         """Restore what ``local_state`` returned."""
-        self.stream, self.position = state["stream"], state["position"]
+        self.stream = state["stream"]
+        self.position = state["position"]
         self._synced = list(state["synced"])

@@ -26,7 +26,7 @@ def tensors():
 def flat_of(layout, values):
     flat = torch.full((layout.num_elements,), torch.nan)
     for chunk in layout.chunks:
-        layout.read(chunk, values, flat[chunk.place])
+        chunk.read(values, flat[chunk.place])
     return flat
 
 
@@ -66,7 +66,7 @@ def test_what_is_written_is_what_was_read(alpha):
     layout = Layout(Shards(values), values)
     flat = flat_of(layout, values)
     for chunk in layout.chunks:
-        layout.write(chunk, flat[chunk.place], into, alpha, unmixed={0, 6})
+        chunk.write(flat[chunk.place], into, alpha, unmixed={0, 6})
     for index, (t, own) in enumerate(zip(values, into, strict=True)):
         kept = 0.0 if index in (0, 6) else alpha
         assert torch.allclose(own.float(), (1 - kept) * t.float() + kept, atol=1e-2)
@@ -83,7 +83,7 @@ def test_they_follow_a_tensor_that_becomes_scattered():
     assert [len(chunk.pieces.parts) for chunk in layout.chunks] == [1, 1]
     flat = torch.cat([t.reshape(-1) for t in values])
     for chunk in layout.chunks:
-        layout.write(chunk, torch.zeros_like(flat[chunk.place]), values)
+        chunk.write(torch.zeros_like(flat[chunk.place]), values)
     assert not any(t.any() for t in values)
 
 

@@ -60,7 +60,8 @@ class FlatMemory:
         """
         if not self._can_be_lent or not num_elements:
             return torch.empty(num_elements, device=self._device)
-        taken, self._spare = self._spare, None
+        taken = self._spare
+        self._spare = None
         if taken is None or taken.numel() != num_elements:
             self._pages = fresh_pages(4 * num_elements)
             taken = torch.frombuffer(self._pages, dtype=torch.float32)

@@ -42,12 +42,13 @@ class WeightedMean:
         self.layout = layout
         self.device = device
         self.gathers = gathers
-        self.share = share = layout.share
+        self.share = layout.share
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
         self._sums: Tensor | None = None
         self._squares: Squares | None = None
-        self.num_bytes = self.num_bytes_float32 = 4 * (share.stop - share.start + 1)
+        self.num_bytes_float32 = 4 * (self.share.stop - self.share.start + 1)
+        self.num_bytes = self.num_bytes_float32
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
         self.norm = 0.0
@@ -78,7 +79,8 @@ class WeightedMean:
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
         """
-        share, layout = self.share, self.layout
+        share = self.share
+        layout = self.layout
         flat = self._memory.take(share.padded)
         to_send = flat[share.start : share.stop]
         own = to_send[: layout.num_elements]
@@ -87,7 +89,8 @@ class WeightedMean:
         for chunk in layout.chunks_to_pack:
             write(chunk, own)
             values = own[chunk.place]
-            parts, indices = values.split(chunk.pieces.sizes), chunk.pieces.indices
+            parts = values.split(chunk.pieces.sizes)
+            indices = chunk.pieces.indices
             squares.add(parts, indices)
             self._prepare(chunk.place, values, contribution)
             if not self._is_weighted:
@@ -136,7 +139,8 @@ class WeightedMean:
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-        self._squares = squares = Squares(len(self.layout.sizes))
+        squares = Squares(len(self.layout.sizes))
+        self._squares = squares
 
         def note_arrived(start: int) -> None:  # while later messages are on their way
             self._add_squares(squares, slice(start, start + self.share.bucket))
