@@ -31,7 +31,7 @@ def plain_sgd(lr=1.0):
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def written(layout, tensors):
+def written(tensors):
     """Writes tensors into the messages of a mean."""
     return lambda chunk, into: chunk.read(tensors, into[chunk.place])
 
@@ -41,7 +41,7 @@ def mean_of(share, groups, weights=(1.0,)):
     layout = Layout(share, groups[0])
     means = [WeightedMean(layout, torch.device("cpu")) for _ in groups]
     for mean, values, weight in zip(means, groups, weights, strict=True):
-        mean.pack(written(layout, values), weight)
+        mean.pack(written(values), weight)
     for one, *others in zip(*(mean.messages for mean in means), strict=True):
         for other in others:
             one += other

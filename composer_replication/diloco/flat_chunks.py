@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -64,21 +65,9 @@ class Chunk(NamedTuple):
 
     def pairs(self, tensors: Sequence[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
-        views, parts = [], []
-        for view, (index, part) in zip(
-            flat.split(self.pieces.sizes), self.pieces.parts, strict=True
-        ):
-            tensor = tensors[index]
-            if part is not None:
-                tensor = tensor.reshape(-1)[part]
-            elif tensor.dim() != 1:
-                if tensor.is_contiguous():
-                    tensor = tensor.view(-1)
-                else:
-                    view = view.view(tensor.shape)
-            views.append(view)
-            parts.append(tensor)
-        return views, parts
+        parts = [_part_of(tensors[index], part) for index, part in self.pieces.parts]
+        views = zip(flat.split(self.pieces.sizes), parts, strict=True)
+        return [view.view(part.shape) if part.dim() > 1 else view for view, part in views], parts
 
     def read(self, tensors: Sequence[Tensor], into: Tensor) -> None:
         """Copy the chunk of the model's tensors.
@@ -116,6 +105,19 @@ class Chunk(NamedTuple):
             views = [view if index in unmixed else mix for index, view, mix in triples]
         # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
         _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
+
+
+def _part_of(tensor: Tensor, part: slice | None) -> Tensor:
+    """A part of a tensor: a view in one dimension, or of rows if it is scattered in memory."""
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        return flat if part is None else flat[part]
+    if part is None:
+        return tensor
+    row = math.prod(tensor.shape[1:])
+    if part.start % row or part.stop % row:  # in the share of a rank, which is only read
+        return tensor.reshape(-1)[part]
+    return tensor[part.start // row : part.stop // row]
 
 
 class Layout:
@@ -159,8 +161,11 @@ class Layout:
         self.are_parameters = torch.arange(len(tensors)) < count
         self._pieces: dict[tuple[int, int], Pieces] = {}
         self._limit = _limit(tensors, whole or rests_elsewhere)
-        self._scattered = self._find_scattered(tensors)
-        self._cut_all()
+        self._rows = [1 if self._is_cut else math.prod(tensor.shape[1:]) for tensor in tensors]
+        self.chunks = self._cut(lambda start: self._limit)
+        has_low = any(chunk.dtype != torch.float32 for chunk in self.chunks)
+        is_whole = self._limit >= self.num_elements
+        self.chunks_to_pack = self._cut(self._most_to_pack) if has_low and is_whole else self.chunks
 
     @property
     def num_elements(self) -> int:
@@ -168,26 +173,6 @@ class Layout:
         return self._firsts[-1]
 
     # ---- chunks ----------------------------------------------------------------------------------
-
-    def follow(self, tensors: Sequence[Tensor]) -> None:
-        """Cut the chunks anew if other tensors are scattered in memory than before.
-
-        Args:
-            tensors: The model's tensors as they are now. More may follow.
-        """
-        scattered = self._find_scattered(tensors)
-        if scattered != self._scattered:
-            self._scattered = scattered
-            self._cut_all()
-
-    def _find_scattered(self, tensors: Sequence[Tensor]) -> list[int]:
-        return [index for index in range(len(self.sizes)) if not tensors[index].is_contiguous()]
-
-    def _cut_all(self) -> None:
-        self.chunks = self._cut(lambda start: self._limit)
-        has_low = any(chunk.dtype != torch.float32 for chunk in self.chunks)
-        is_whole = self._limit >= self.num_elements
-        self.chunks_to_pack = self._cut(self._most_to_pack) if has_low and is_whole else self.chunks
 
     def _most_to_pack(self, start: int) -> int:
         """Most elements of a chunk from here on that can be rounded in memory that follows it.
@@ -204,18 +189,18 @@ class Layout:
             members = [*group]
             start, end = self._firsts[members[0]], self._firsts[members[-1] + 1]
             while start < end:
-                stop = min(end, self._end_of(start + most(start), end))
+                stop = start + most(start)
+                stop = self._end_of(start, stop) if stop < end else end
                 chunks.append(Chunk(self.pieces(slice(start, stop)), *kind))
                 start = stop
         return chunks
 
-    def _end_of(self, stop: int, end: int) -> int:
-        """Move the end of a chunk behind a scattered tensor, since parts of it have no views."""
-        if stop >= end:
-            return end
+    def _end_of(self, start: int, stop: int) -> int:
+        """Move the end of a chunk to that of a row: a scattered tensor has views of rows alone."""
         index = bisect_right(self._firsts, stop) - 1
-        is_inside = index in self._scattered and self._firsts[index] < stop and not self._is_cut
-        return self._firsts[index + 1] if is_inside else stop
+        row = self._rows[index]
+        end = stop - (stop - self._firsts[index]) % row
+        return end if end > start else end + row
 
     def pieces(self, place: slice) -> Pieces:
         """Return which parts of tensors are in a slice of a flat buffer; without its padding."""

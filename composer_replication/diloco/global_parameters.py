@@ -158,7 +158,7 @@ class GlobalParameters:
             self._keep_momentum(unmoved)
             # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
             before = self._own_momentum_norm()
-        local = self._local()
+        local = self.held()
         unmixed = self._unmixed(alpha)
         momentum_squares = Squares(len(self.layout.chunks))
         for index, chunk in enumerate(self.layout.chunks):
@@ -250,7 +250,6 @@ class GlobalParameters:
             odd: Tensors that have no pseudo-gradient in this sync, by index.
             weight: This group's contribution.
         """
-        self.layout.follow(local)
         own = self.flat
         if self.share is not self.shards:
             own = own[self.share.start :][: self.layout.num_elements]
@@ -291,18 +290,12 @@ class GlobalParameters:
 
     def _write(self, flat: Tensor, alpha: float) -> None:
         """Write all tensors, in the order of ``theta``, into the model."""
-        local = self._local()
+        local = self.held()
         unmixed = self._unmixed(alpha)
-        self._whole_layout.follow(local)
         for chunk in self._whole_layout.chunks:
             values = self._lent(flat, chunk.place)
             chunk.write(values, local, alpha, unmixed)
         self._await_rest()
-
-    def _local(self) -> list[Tensor]:
-        local = self.held()
-        self.layout.follow(local)
-        return local
 
     def _unmixed(self, alpha: float) -> set[int]:
         """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""

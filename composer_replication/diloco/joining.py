@@ -144,7 +144,6 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     layout = fragment.globals.layout
     mean = WeightedMean(layout, fragment.device, fragment.mean.gathers)
     local = fragment.globals.held()
-    layout.follow(local)
 
     def write(chunk: Chunk, into: Tensor) -> None:
         values = into[chunk.place]

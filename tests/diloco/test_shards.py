@@ -46,7 +46,7 @@ def one_rank(process, folder):
         local = parameters["third"].detach()
         layout = Layout(Shards([local], world, are_held=True), [local])
         mean = WeightedMean(layout, CPU)
-        mean.pack(written(layout, [local]), 1.0, asks_ranks=False)
+        mean.pack(written([local]), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
 
 

@@ -142,7 +142,7 @@ def test_neither_buffers_nor_the_residual_nor_frozen_layers_count_as_moved():
     layout = Layout(share, tensors, 2)
     mean = QuantizedMean(layout, torch.device("cpu"), wire_format="fp4")
     mean.residual += 50.0
-    mean.pack(written(layout, tensors), 1.0)
+    mean.pack(written(tensors), 1.0)
     assert (mean.moved, mean.moved_each) == (4.0, 2.0)
     assert mean.norm > 300 and mean.sent_norm > mean.norm
 

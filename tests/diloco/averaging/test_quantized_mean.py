@@ -41,7 +41,7 @@ def exact_mean(groups, step):
 def attempt(manager, mean, values, weight):
     """One sync up to its vote, which is returned."""
     manager.start_quorum()
-    mean.pack(written(mean.layout, values), weight)
+    mean.pack(written(values), weight)
     for work in mean.send(manager):
         work.wait()
     return manager.should_commit()
