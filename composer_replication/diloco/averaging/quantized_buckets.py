@@ -157,6 +157,7 @@ class QuantizedBucket:
             self._take_mean_of_all(error)
 
     def _take_means(self, error: Tensor | None) -> None:
+        """Decode the means of all parts, as their groups have encoded them."""
         scratch = self._scratch()
         for index in range(self._groups):
             values = self._part(self.values, index)
@@ -176,6 +177,7 @@ class QuantizedBucket:
                 own.copy_(self._decode(self._means[index], frame, scratch)[: own.numel()])
 
     def _take_mean_of_all(self, error: Tensor | None) -> None:
+        """Average what one or two groups have sent, this one included."""
         decoded = self._scratch(self._groups)
         for frame in self._frames:
             values = self.values[frame.elements]
