@@ -1,5 +1,7 @@
 """Chunks of a flat buffer: together they are all of it, and each knows its parts of the tensors."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -83,6 +85,17 @@ def test_a_tensor_that_becomes_scattered_is_written():
     for chunk in layout.chunks:
         chunk.write(torch.zeros_like(flat[chunk.place]), values)
     assert not any(t.any() for t in values)
+
+
+def test_the_shares_of_all_ranks_make_up_the_buffer():
+    values = tensors()  # of which one is scattered, and divided within its rows
+    read = []
+    for rank in range(4):
+        ranks = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
+        layout = Layout(Shards(values, ranks), values)
+        assert all(chunk.place.stop - chunk.place.start <= LIMIT for chunk in layout.chunks)
+        read.append(flat_of(layout, values))
+    assert torch.equal(torch.cat(read), torch.cat([t.reshape(-1).float() for t in values]))
 
 
 def test_a_row_is_never_cut():
