@@ -1,7 +1,11 @@
-"""Waits for what other processes do, for the tests."""
+"""Waits for what other processes do, and stops a server of this one, for the tests."""
 
+import os
+import resource
+import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -22,3 +26,21 @@ def wait_until(
         assert time.monotonic() < deadline, said()
         time.sleep(0.05)
     return found
+
+
+def stop_accepting(port: int) -> None:
+    """End a server of torchft's in this process: it has no file descriptor for a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as opened:
+        stranger = opened.enter_context(socket.socket())
+        stranger.settimeout(60.0)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        # Not lower: torch's store ends a process whose limit is below what it polls.
+        used = max(map(int, os.listdir("/proc/self/fd")))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 2, hard))
+        with suppress(OSError):
+            while True:
+                opened.enter_context(open(os.devnull))
+        with suppress(ConnectionResetError):  # closed before it was accepted
+            stranger.connect(("127.0.0.1", port))
+            assert not stranger.recv(1), "the server has answered"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer_replication import __version__
 from composer_replication.arguments import pick, takes
@@ -27,17 +28,21 @@ from composer_replication.diloco.fence import fence
 from composer_replication.replica.addresses import bracketed, is_loopback
 from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.json_files import open_lock, replace_json
-from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S, start_lighthouse
+from composer_replication.replica.lighthouse import (
+    STRAGGLER_TIMEOUT_S,
+    LastingServer,
+    start_lighthouse,
+)
 from composer_replication.settings import DiLoCoSettings, differing
-
-if TYPE_CHECKING:
-    from torchft.coordination import LighthouseServer
 
 STATE = "coordinator.sqlite"
 """Name of the database in the state folder."""
 
 LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
+
+LOOK_EVERY_S = 2.0
+"""How often the coordinator tries whether its lighthouse accepts connections, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,7 @@ class Coordinator:
                 own.bind, own.straggler_timeout_s, own.lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
+            opened.callback(_keep_up(lighthouse))
             host, is_guessed = _reachable_as(own.bind, own.hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
@@ -167,20 +173,41 @@ class Coordinator:
 
 def _start_lighthouse_beside(
     bind: str, straggler_timeout_s: float, heartbeat_timeout_ms: int
-) -> LighthouseServer:
+) -> LastingServer:
     """Start the lighthouse on the next port, where groups find it again after a restart."""
     address, _, port = bind.rpartition(":")
     try:
-        return start_lighthouse(
-            bind=f"{address}:{int(port) + 1 if int(port) else 0}",
-            min_replicas=1,
-            join_timeout_ms=round(1000 * straggler_timeout_s),
-            heartbeat_timeout_ms=heartbeat_timeout_ms,
+        return LastingServer(
+            lambda where: start_lighthouse(
+                bind=where,
+                join_timeout_ms=round(1000 * straggler_timeout_s),
+                heartbeat_timeout_ms=heartbeat_timeout_ms,
+            ),
+            f"{address}:{int(port) + 1 if int(port) else 0}",
         )
     except OSError as error:
         raise OSError(
             f"--bind {bind}: {error}. The lighthouse uses the next port: choose another one"
         ) from error
+
+
+def _keep_up(lighthouse: LastingServer) -> Callable[[], None]:
+    """Start the lighthouse again when it has stopped accepting; return what ends the watch."""
+    closing = threading.Event()
+
+    def watch() -> None:
+        while not closing.wait(LOOK_EVERY_S):
+            with fence("whether the lighthouse answers"):
+                lighthouse.restart_if_it_refuses("The lighthouse")
+
+    thread = threading.Thread(target=watch, name="lighthouse", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        closing.set()
+        thread.join()
+
+    return end
 
 
 def _reachable_as(bind: str, hostname: str | None) -> tuple[str, bool]:

@@ -40,7 +40,12 @@ from composer_replication.replica.addresses import (
 from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, check_lighthouse, read_status
+from composer_replication.replica.lighthouse import (
+    CONNECT_TIMEOUT_S,
+    LastingServer,
+    check_lighthouse,
+    read_status,
+)
 from composer_replication.replica.manager import ReplicaManager, free_uuids
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store, make_process_group
@@ -261,7 +266,7 @@ _binding = threading.Lock()
 
 @contextmanager
 def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
-    """Have torchft's manager server listen on one address, and use a given uuid.
+    """Have torchft's manager server listen on one address, for good, and use a given uuid.
 
     torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where anybody who reaches it can
     vote, or end this process. It also always makes a new uuid for the lighthouse (``new_uuid``).
@@ -272,9 +277,12 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
         own_uuid: The uuid of this group's name at the lighthouse.
     """
 
-    def bound(*, bind: str, **arguments: Any) -> ManagerServer:
+    def bound(*, bind: str, **arguments: Any) -> LastingServer:
         port = bind.rpartition(":")[2]
-        return ManagerServer(bind=f"{bracketed(address or '::')}:{port}", **arguments)
+        return LastingServer(
+            lambda where: ManagerServer(bind=where, **arguments),
+            f"{bracketed(address or '::')}:{port}",
+        )
 
     # The names are replaced for the whole module. Without the lock a manager that another thread
     # builds at the same time would get this one's address and uuid.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
@@ -17,6 +19,7 @@ from urllib.request import ProxyHandler, build_opener
 if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
+log = logging.getLogger(__name__)
 
 STRAGGLER_TIMEOUT_S = 60.0
 """How long a quorum waits for a group that is alive and has not asked for one, in seconds."""
@@ -69,6 +72,56 @@ def can_connect(host: str, port: int, limit_s: float = CONNECT_TIMEOUT_S) -> boo
     except OSError:
         return False
     return True
+
+
+class LastingServer:
+    """A server of torchft's that is started again at its port when it has stopped accepting.
+
+    It stops for good when its process has no file descriptor left for a moment. Connections that
+    are open then go on, so that only a new one shows it.
+
+    Args:
+        start: Starts the server at ``host:port``.
+        bind: Where it listens; port 0 is a free one.
+
+    Raises:
+        OSError | RuntimeError: ``start`` has failed.
+    """
+
+    def __init__(self, start: Callable[[str], Any], bind: str) -> None:
+        self._start = start
+        self._server = start(bind)
+        self._host = bind.rpartition(":")[0]
+        self._address: str = self._server.address()
+
+    def address(self) -> str:
+        """The address of the server, ``http://host:port``."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            self._server.shutdown()
+
+    def restart_if_it_refuses(self, what: str) -> None:
+        """Start the server again if connections to it are refused.
+
+        Args:
+            what: What it is, for a warning.
+
+        Raises:
+            OSError | RuntimeError: It cannot be started now.
+        """
+        port = int(self._address.rpartition(":")[2])
+        try:
+            socket.create_connection((self._host.strip("[]"), port), CONNECT_TIMEOUT_S).close()
+        except ConnectionRefusedError:
+            log.warning("%s accepts no connections any more, and is started again", what)
+            self.shutdown()
+            self._server = None  # with its last reference the old one closes its connections
+            self._server = self._start(f"{self._host}:{port}")
+        except OSError:
+            pass  # it is busy, or this process has no file descriptor left for a moment
 
 
 @dataclass(frozen=True)

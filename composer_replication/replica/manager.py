@@ -23,7 +23,7 @@ from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
-from composer_replication.replica.lighthouse import read_status
+from composer_replication.replica.lighthouse import LastingServer, read_status
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
@@ -243,6 +243,8 @@ class ReplicaManager(InterruptibleManager):
         # connect again in every quorum. A member that is left out has no connection to renew.
         failures = 0 if self.member.is_left_out else self._commit_failures
         try:
+            if self._manager is not None:  # on rank 0, in whose process it is
+                cast(LastingServer, self._manager).restart_if_it_refuses("This group's manager")
             quorum = self._client.ask(
                 group_rank=self._group_rank,
                 step=self._step,

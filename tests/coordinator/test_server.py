@@ -10,12 +10,15 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from waiting import stop_accepting, wait_until
 
+from composer_replication.coordinator import server
 from composer_replication.coordinator.client import CoordinatorAwayError, CoordinatorClient
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.replica.json_files import read_json
+from composer_replication.replica.lighthouse import read_status
 from composer_replication.settings import DiLoCoSettings
 
 
@@ -86,6 +89,16 @@ def test_the_lighthouse_is_where_the_coordinator_was_reached(start, arguments, r
     client = CoordinatorClient(f"{f'http://{reached_by}' if reached_by else own}:{port}", "secret")
     assert client.info().lighthouse_addr.rpartition(":")[0] == f"http://{host}"
     client.close()
+
+
+def test_a_lighthouse_that_has_stopped_accepting_is_started_again(start, monkeypatch):
+    monkeypatch.setattr(server, "LOOK_EVERY_S", 0.05)
+    coordinator = start()
+    address = coordinator.lighthouse_addr
+    stop_accepting(int(address.rpartition(":")[2]))
+    wait_until(lambda: "participants" in read_status(address).situation, 60.0)
+    coordinator.shutdown()
+    assert "is away" in read_status(address).situation
 
 
 def test_on_loopback_without_a_token_a_web_page_cannot_read_the_run(start):

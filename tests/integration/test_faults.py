@@ -28,6 +28,7 @@ from common import Constant, take_step
 from integration.groups import free_port
 from integration.replicas import Group, kept_messages, run_groups
 from torch import nn
+from waiting import stop_accepting
 
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.options import DuplicateIdError
@@ -105,6 +106,26 @@ class Lighthouse:
             (folder / "restarted").touch()
 
         Thread(target=wait_and_restart, daemon=True).start()
+
+
+def lose_a_manager(group: Group) -> tuple[list[Any], list[str], bool]:
+    logged = kept_messages()
+    with group.training(Scalar()) as run:
+        lines = run.steps(4, -1.0 - group.replica_id)
+        port = int(run.manager._store.get("manager_addr").decode().rpartition(":")[2])
+        if not group.replica_id:
+            stop_accepting(port)
+        lines += run.steps(8, -1.0 - group.replica_id)
+        return lines, logged, can_connect("127.0.0.1", port, 5.0)
+
+
+def test_a_manager_that_has_stopped_accepting_is_started_again_and_no_step_is_lost():
+    (first, said, accepts), (second, other, _) = run_groups(lose_a_manager)
+    assert first == second
+    assert [line[:3] for line in first] == [(step, 2, 0.5) for step in range(1, 7)]
+    assert accepts
+    assert "This group's manager accepts no connections any more, and is started again" in said
+    assert not other
 
 
 MOVES = (-1.0, -2.0, -3.0, -4.0)

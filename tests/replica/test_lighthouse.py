@@ -6,13 +6,21 @@ Real: sockets on this machine, and in the last tests torchft's lighthouse.
 import socket
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 from torchft.coordination import LighthouseClient
+from waiting import stop_accepting
 
 from composer_replication.replica.factory import make_manager
-from composer_replication.replica.lighthouse import check_lighthouse, read_status
+from composer_replication.replica.lighthouse import (
+    LastingServer,
+    can_connect,
+    check_lighthouse,
+    read_status,
+    start_lighthouse,
+)
 
 
 @pytest.fixture
@@ -98,3 +106,46 @@ def test_a_group_whose_heartbeat_has_stopped_is_not_alive_and_no_proxy_is_asked(
 def test_a_lighthouse_that_is_away_has_no_members_and_says_so():
     status = read_status("http://localhost:1", timeout_s=0.5)
     assert status.members == () and "is away" in status.situation
+
+
+# ---- a lighthouse that has stopped accepting ---------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::]"])
+def test_a_server_that_refuses_connections_is_started_again_at_its_port(host, caplog, ends):
+    server = LastingServer(lambda bind: start_lighthouse(bind=bind), f"{host}:0")
+    port = int(server.address().rpartition(":")[2])
+    idle = ends.enter_context(socket.create_connection(("127.0.0.1", port)))
+    server.restart_if_it_refuses("The lighthouse")
+    assert not caplog.messages
+
+    stop_accepting(port)
+    assert not can_connect("127.0.0.1", port)
+    server.restart_if_it_refuses("The lighthouse")
+    assert read_status(f"http://127.0.0.1:{port}").situation.startswith("New quorum not ready")
+    # Groups with a connection to the old one would be in other quorums than the rest.
+    idle.settimeout(60.0)
+    with suppress(ConnectionResetError):
+        assert idle.recv(1) == b""
+    server.restart_if_it_refuses("The lighthouse")
+    assert caplog.messages == ["The lighthouse accepts no connections any more, and is started again"]
+    server.shutdown()
+
+
+def test_a_server_that_cannot_be_started_yet_is_tried_again():
+    starts = []
+
+    def start(bind):
+        starts.append(bind)
+        if len(starts) == 2:
+            raise OSError("no file descriptor is left")
+        return start_lighthouse(bind=bind)
+
+    server = LastingServer(start, "127.0.0.1:0")
+    port = int(server.address().rpartition(":")[2])
+    stop_accepting(port)
+    with pytest.raises(OSError, match="no file descriptor is left"):
+        server.restart_if_it_refuses("The lighthouse")
+    server.restart_if_it_refuses("The lighthouse")
+    assert can_connect("127.0.0.1", port)
+    server.shutdown()
