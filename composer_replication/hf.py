@@ -61,7 +61,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._job = TrainerJob()
         self._group = self._job.group = ReplicaGroup(self._job, arguments)
         self._manager = arguments.get("manager")
-        self._hook: Any = None
         self._evaluations_left = 0
         self._is_terminated = False
 
@@ -98,7 +97,7 @@ class DiLoCoTrainerCallback(TrainerCallback):
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
         trainer = self._job.trainer = train.f_locals["self"]
         self._is_terminated = False
-        self._job.watch_losses()  # before a join, which is a sync
+        self._job.watch()  # before a join, which is a sync
         with rejections(self._group.options):
             check_parallelism(trainer)
             check_is_one(trainer.callback_handler.callbacks, DiLoCoTrainerCallback)
@@ -108,10 +107,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         save = partial(type(trainer)._save_checkpoint, trainer)
         trainer._save_checkpoint = partial(self._save, save)
         self._group.leave_when_over(Trainer.train)
-        if self._hook is not None:
-            self._hook.remove()  # of a training that has failed
-        # What the Trainer passes to the model is what a step trains on; callbacks do not see it.
-        self._hook = self._job.model.register_forward_pre_hook(self._count, with_kwargs=True)
         for each in trainer.callback_handler.callbacks:
             if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
                 save = partial(type(saving).execute_jit_checkpoint, saving)
@@ -124,15 +119,11 @@ class DiLoCoTrainerCallback(TrainerCallback):
         if folder is not None and (path := Path(folder) / STATE).exists():
             try:
                 saved = torch.load(path, map_location="cpu", weights_only=True)
+                self._job.load_beside(saved.pop("beside", {}))
                 self._group.continuation.load(saved)
             except Exception as error:  # torch raises errors of many classes
                 problem = f"{STATE} cannot be read ({error})"
         self._group.continuation.check_loaded(folder, self._group.has_begun, problem)
-
-    @torch.compiler.disable
-    def _count(self, model: nn.Module, inputs: tuple[Any, ...], batch: dict[str, Any]) -> None:
-        if self._group.is_in_step and torch.is_grad_enabled() and batch:
-            self._group.count(batch)
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         self._group.note_progress()
@@ -178,6 +169,8 @@ class DiLoCoTrainerCallback(TrainerCallback):
         trainer = self._job.trainer
         self._show_for_checkpoint()
         saved = self._group.state_dict()  # on every rank: it may gather
+        if saved:
+            saved = {**saved, "beside": self._job.saved_beside()}
         if trainer.args.should_save and saved:
             step = trainer.state.global_step
             folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
@@ -194,7 +187,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs: Any) -> None:
         self._end()
-        self._hook.remove()
         self._group.close()
 
     def _end_or_evaluate(self, control: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from glob import escape
 from itertools import takewhile
 from pathlib import Path
@@ -72,6 +73,8 @@ class TrainerJob(Host):
     Attributes:
         trainer: The Trainer whose ``train`` runs, or ran last.
         losses: Adds up the losses of its steps.
+        beside: Modules of the Trainer that its optimizer trains and that are not in its model, by
+            name, such as a loss of sentence-transformers.
     """
 
     name = "transformers"
@@ -86,11 +89,15 @@ class TrainerJob(Host):
     group: ReplicaGroup
     losses: Losses
 
+    def __init__(self) -> None:
+        self.beside: dict[str, nn.Module] = {}
+
     # ---- what is trained --------------------------------------------------------------------
 
     @property
     def model(self) -> nn.Module:
-        return self.trainer.model
+        own = self.trainer.model
+        return nn.ModuleDict({"model": own, **self.beside}) if self.beside else own
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -108,11 +115,21 @@ class TrainerJob(Host):
         )
 
     def size_of(self, batch: Any, what: str) -> int:
-        tensors = [each for each in batch.values() if isinstance(each, Tensor) and each.ndim]
+        if isinstance(batch, Tensor):
+            batch = [batch]
+        if not isinstance(batch, Mapping):
+            batch = {str(index): each for index, each in enumerate(batch)}
+        tensors = {n: each for n, each in batch.items() if isinstance(each, Tensor) and each.ndim}
         if what == "samples":
-            return len(tensors[0]) if tensors else 0
-        mask, ids = batch.get("attention_mask"), batch.get("input_ids")
-        return int(mask.sum()) if mask is not None else 0 if ids is None else ids.numel()
+            # One of a single dimension may have the tokens of all samples in a row.
+            lengths = [len(each) for each in tensors.values() if each.ndim > 1]
+            return lengths[0] if lengths else min(map(len, tensors.values()), default=0)
+        if "attention_mask" in tensors or "input_ids" in tensors:
+            tensors = {n: tensors[n] for n in ("attention_mask", "input_ids") if n in tensors}
+        # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
+        masks = [int(each.sum()) for name, each in tensors.items() if name.endswith("_mask")]
+        ids = [each.numel() for name, each in tensors.items() if name.endswith("_ids")]
+        return sum(masks or ids)
 
     # ---- the position in training ------------------------------------------------------------
 
@@ -168,14 +185,52 @@ class TrainerJob(Host):
 
     # ---- what it shows ----------------------------------------------------------------------
 
-    def watch_losses(self) -> None:
-        """Add up the losses of the steps from now on.
+    def watch(self) -> None:
+        """Look at what is trained, count batches and add up the losses of the steps from now on.
 
-        The Trainer's own logs come once in ``logging_steps``, and have no NaN.
+        Callbacks see no batch. The Trainer's own logs of the loss come once in ``logging_steps``,
+        and have no NaN.
         """
-        step = self.trainer.training_step
+        trainer = self.trainer
+        step, compute_loss = trainer.training_step, trainer.compute_loss
         self.losses = Losses(step.training_step if isinstance(step, Losses) else step)
-        self.trainer.training_step = self.losses
+        trainer.training_step = self.losses
+        if getattr(compute_loss, "func", None) != self._compute_loss:
+            trainer.compute_loss = partial(self._compute_loss, compute_loss)
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        trained.difference_update(map(id, trainer.model.parameters()))
+        self.beside = {
+            name: module
+            for name, module in _modules_of(trainer)
+            if not trained.isdisjoint(map(id, module.parameters()))
+        }
+
+    def _compute_loss(
+        self,
+        compute_loss: Callable[..., Any],
+        model: nn.Module,
+        inputs: Any,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        """The Trainer's own, after what it is computed from has been counted."""
+        if self.group.is_in_step and torch.is_grad_enabled():
+            self.group.count(inputs)
+        return compute_loss(model, inputs, *more, **named)
+
+    def saved_beside(self) -> dict[str, Tensor]:
+        """The global weights of ``beside`` by name, which the Trainer does not save."""
+        weights = self.group.weights
+        assert weights is not None, "join has made them"
+        names = [name for name in weights.local() if not name.startswith("model.")]
+        return {name: weights.saved(name) for name in names if self.beside}
+
+    @torch.no_grad()
+    def load_beside(self, saved: Mapping[str, Tensor]) -> None:
+        """Put what ``saved_beside`` has returned into the modules."""
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if name in saved:
+                tensor.copy_(saved[name])
 
     def mean_loss(self) -> float | None:
         return self.losses.pop_mean()
@@ -219,6 +274,15 @@ class TrainerJob(Host):
         for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         self.trainer.state.global_step = saved["steps"]
+
+
+def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a Trainer holds, by attribute; those of a dictionary as one."""
+    for name, held in vars(trainer).items():
+        if isinstance(held, dict):
+            held = nn.ModuleList(each for each in held.values() if isinstance(each, nn.Module))
+        if isinstance(held, nn.Module):
+            yield name, held
 
 
 def checkpoints_in(folder: Path) -> str:

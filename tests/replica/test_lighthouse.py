@@ -128,7 +128,9 @@ def test_a_server_that_refuses_connections_is_started_again_at_its_port(host, ca
     with suppress(ConnectionResetError):
         assert idle.recv(1) == b""
     server.restart_if_it_refuses("The lighthouse")
-    assert caplog.messages == ["The lighthouse accepts no connections any more, and is started again"]
+    assert caplog.messages == [
+        "The lighthouse accepts no connections any more, and is started again"
+    ]
     server.shutdown()
 
 
