@@ -122,7 +122,7 @@ def lose_a_manager(group: Group) -> tuple[list[Any], list[str], bool]:
 def test_a_manager_that_has_stopped_accepting_is_started_again_and_no_step_is_lost():
     (first, said, accepts), (second, other, _) = run_groups(lose_a_manager)
     assert first == second
-    assert [line[:3] for line in first] == [(step, 2, 0.5) for step in range(1, 7)]
+    assert [line[:3] for line in first] == [(step, 2, 1.0) for step in range(1, 7)]
     assert accepts
     assert "This group's manager accepts no connections any more, and is started again" in said
     assert not other
