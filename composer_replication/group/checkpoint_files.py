@@ -24,6 +24,14 @@ TRAINER_STATE = "trainer_state.json"
 NO_STATE = f"{STATE} is missing"
 """The problem of a folder in which all else is whole: of a training without DiLoCo, perhaps."""
 
+_READ = re.compile(
+    r"((trainer_state|config|adapter_config|.*\.index)\.json"
+    r"|(diloco|optimizer|scheduler|scaler|rng_state.*|training_args)\.(pt|pth|bin)"
+    r"|(pytorch_model.*|adapter_model)\.bin"
+    r"|.*\.(safetensors|distcp))"
+)
+"""What a trainer reads from a folder to continue; others may keep files of any content there."""
+
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 _TORN = "torn-"
 """How the name of a checkpoint begins that has been set aside."""
@@ -71,7 +79,8 @@ def problem_of(checkpoint: Path) -> str | None:
     """
     if not checkpoint.is_dir():
         return _problem_of_file(checkpoint)
-    files = sorted(path for path in checkpoint.rglob("*") if not path.is_dir())
+    named = (path for path in checkpoint.rglob("*") if _READ.fullmatch(path.name))
+    files = sorted(path for path in named if not path.is_dir())
     files += [path.parent / _METADATA for path in files if path.suffix == ".distcp"]
     if _OF_TRAINER.fullmatch(checkpoint.name):
         files += [checkpoint / TRAINER_STATE, checkpoint / STATE]

@@ -65,6 +65,15 @@ def test_a_folder_without_what_is_written_first_or_last_is_not_whole(tmp_path, n
     assert problem_of(whole) == problem
 
 
+@pytest.mark.parametrize("name", ["metrics.json", "rows.bin", "notes/config.json/x", "probe.pt"])
+def test_what_others_keep_in_a_checkpoint_may_have_any_content(tmp_path, name):
+    whole = checkpoint_of_trainer(tmp_path, 20)
+    (whole / name).parent.mkdir(parents=True, exist_ok=True)
+    for content in (b"", b'{"a": 1}\n{"a": 2}\n', bytes(64)):
+        (whole / name).write_bytes(content)
+        assert problem_of(whole) is None
+
+
 def test_a_model_of_several_files_needs_all_that_its_index_names(tmp_path):
     whole = checkpoint_of_trainer(tmp_path, 20)
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model.safetensors"}}
