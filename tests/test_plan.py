@@ -48,8 +48,8 @@ RUNS = {
         (180, 1, 4.7167, 5.4214, 4963.557e6),
     ],
 }
-"""By sync_every, over four shaped links: inner steps after their warm-up, syncs among these, seconds
-of the steps, seconds of all, and what iperf measured of the link in bits per second. From
+"""By sync_every, over four shaped links: inner steps after their warm-up, syncs among these,
+seconds of the steps, seconds of all, and what iperf measured of the link in bits per second. From
 diloco-measured (github.com/Adnan082/diloco-measured, results/raw, cu_grid-diloco-30m-*-r0, the
 first of three runs), others' runs of DiLoCo on four L40S over NCCL, with 30.8 million parameters.
 """
