@@ -182,10 +182,13 @@ class OuterLoop:
             was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
                 self.peer_table.is_over, self.peer_table.has_doubts
             )
+            # The next attempt finds whom to leave out, also where no retry is allowed.
+            is_first_doubt = has_doubts > 0 and not self._has_doubts
             self._has_doubts |= has_doubts > 0  # until the sync has committed
             retries.wait()
             self.manager.start_quorum()
-            retries.check_limit(self.peer_table.is_joining)
+            if not is_first_doubt:
+                retries.check_limit(self.peer_table.is_joining)
             if was_last and self.manager.num_participants() < present:
                 log.warning(
                     "Groups have left since the run's last sync, in which this group's vote failed:"
