@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from composer_replication.settings import DiLoCoSettings
 
@@ -125,8 +126,13 @@ def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[
             continue
         if not parameter.is_floating_point():
             raise ValueError(
-                f"parameter {name} has dtype {parameter.dtype}, which has no mean over groups: "
+                f"parameter {name} has dtype {parameter.dtype}, which is not averaged over groups: "
                 "freeze it (requires_grad=False)"
+            )
+        if is_lazy(parameter) or parameter.is_meta:
+            raise ValueError(
+                f"parameter {name} has no values yet (a lazy module, or the meta device): run a "
+                "forward pass, or to_empty() and an initialisation, before DiLoCo is built"
             )
         yield name, parameter
 

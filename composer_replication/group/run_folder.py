@@ -63,13 +63,15 @@ def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
         config_path: The file that it is from.
 
     Raises:
-        ValueError: The folder contains a run, another process uses it, or it is a file.
+        ValueError: The folder contains a run, another process uses it, or it cannot be made.
     """
     if config.get("run_dir"):
         run_dir = Path(config["run_dir"]).absolute()
-        if run_dir.exists() and not run_dir.is_dir():
-            raise ValueError(f"run_dir={str(run_dir)!r} is a file: name a new folder")
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # it is a file or below one, or the disk is read-only
+            problem = f"run_dir={str(run_dir)!r} cannot be made ({error.strerror})"
+            raise ValueError(f"{problem}: name a folder that this user can write") from error
     else:
         run_dir = _make_new_folder(Path("runs").absolute(), Path(config_path).stem)
     hold_lock(run_dir.resolve(), LOCK, "give another run_dir=...")

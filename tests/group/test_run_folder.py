@@ -167,10 +167,12 @@ def test_a_run_that_is_continued_keeps_its_events_and_says_so(tmp_path):
     assert kinds == ["sync", "continued"]
 
 
-def test_a_file_in_place_of_the_run_folder_is_refused(tmp_path):
+@pytest.mark.parametrize("below", ["file", "file/run"])
+def test_a_run_folder_that_cannot_be_made_is_refused(below, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="is a file: name a new folder"):
-        make_run_folder({"run_dir": str(tmp_path / "file")}, "tiny.yaml")
+    message = f"run_dir='{tmp_path / below}' cannot be made .*: name a folder that this user can"
+    with pytest.raises(ValueError, match=message):
+        make_run_folder({"run_dir": str(tmp_path / below)}, "tiny.yaml")
 
 
 def lines_of(tmp_path, kind="sync"):

@@ -116,6 +116,19 @@ def test_a_split_that_misses_or_repeats_something_is_refused_by_name(model, spli
         split_model(model, **split)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.LazyLinear(2), "parameter weight has no values yet"),
+        (nn.Linear(2, 2, device="meta"), "parameter weight has no values yet"),
+        (nn.Linear(2, 2, dtype=torch.complex64), "weight has dtype torch.complex64, which is not"),
+    ],
+)
+def test_a_parameter_that_cannot_be_averaged_is_refused_by_name(model, message):
+    with pytest.raises(ValueError, match=message):
+        split_model(model)
+
+
 def test_an_inner_optimizer_over_other_parameters_is_refused():
     # torchft: after 3 commits the uncovered layer differs between the groups (0.232 against 0.211).
     model = TinyMLP()
