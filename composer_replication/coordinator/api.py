@@ -26,6 +26,7 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.connections import RateLimitedCount
 from composer_replication.replica.json_files import finite
 
 log = logging.getLogger(__name__)
@@ -296,6 +297,7 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
 
 def _add_groups(v1: APIRouter, run: RunData) -> None:
     registry, streams = run.registry, run.streams
+    failures = RateLimitedCount()
 
     @v1.post("/replicas", status_code=201)
     def register(request: Request, registration: Registration) -> dict[str, str]:
@@ -326,7 +328,13 @@ def _add_groups(v1: APIRouter, run: RunData) -> None:
         try:
             streams.store_outer_step(outer_step)
         except StorageError as error:
-            log.warning("Cannot store outer step %d: %s", outer_step, error)
+            if (count := failures.count()) is not None:
+                log.warning(
+                    "Cannot store outer step %d (%d times since the last such line): %s",
+                    outer_step,
+                    count,
+                    error,
+                )
 
     @v1.delete("/replicas/{replica_id}")
     def leave(replica_id: GroupName, session: Name) -> dict[str, str]:

@@ -190,7 +190,9 @@ def result_of(run: Run) -> list[tuple[str, str]]:
         nats = f"{math.log(2) * bits['bits_per_byte']:.3f} nats per byte"
         rows.append(("held-out loss", f"{nats}: {bits['bits_per_byte']:.3f} bits ({beside})"))
     elif bits:
-        rows.append(("evaluation", ", ".join(f"{name} {bits[name]:.4g}" for name in bits)))
+        speeds = "_runtime", "_per_second"  # the Trainer's, which are no result
+        shown = [f"{n} {bits[n]:.4g}" for n in bits if not n.endswith(speeds)]
+        rows.append(("evaluation", ", ".join(shown)))
     rows += _describe_traffic(run)
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))

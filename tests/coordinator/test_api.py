@@ -367,6 +367,16 @@ def test_a_report_of_no_sense_is_refused(client, body):
 # ---- the boundary ----------------------------------------------------------------------------
 
 
+def test_a_dead_disk_is_one_line_a_minute_and_ends_no_heartbeat(tmp_path, clock, caplog):
+    client, database = make(tmp_path, clock)
+    register(client)
+    database.close()
+    for outer_step in range(5):
+        assert beat(client, outer_step=outer_step).status_code == 200
+    (line,) = [text for text in caplog.messages if "Cannot store outer step" in text]
+    assert "(1 times since" in line and "has been closed" in line
+
+
 @pytest.mark.slow
 def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
     """Also when as many other requests wait for it as there are threads."""

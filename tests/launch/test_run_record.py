@@ -98,7 +98,8 @@ def test_the_outer_loop_is_judged_once_there_are_enough_syncs(tmp_path, momentum
 def test_a_jobs_own_evaluation_is_shown_also_before_its_end(tmp_path):
     evaluation = {"MulticlassAccuracy": 0.86421, "other/CrossEntropy": 1.5}
     text = "MulticlassAccuracy 0.8642, other/CrossEntropy 1.5"
-    rows = describe(open_run(write_run(tmp_path / "ended", evaluation=evaluation)))
+    speeds = {"eval_runtime": 2.5, "eval_samples_per_second": 40.0}
+    rows = describe(open_run(write_run(tmp_path / "ended", evaluation=evaluation | speeds)))
     assert rows[0] == ("evaluation", text)
     folder = tmp_path / "live" / "replica_0"
     write_events(folder, "sync", sync(1))
