@@ -39,6 +39,10 @@ SHORT_ROUNDS = 60
 SHORT_BELOW = 20
 """Rounds of fewer inner steps are short already, and stay as they are."""
 
+PLAIN_ROUNDS = 20
+"""How many rounds at the start end in a plain average, if neither a schedule nor outer numbers are
+given."""
+
 ROUNDS_FOR_MOMENTUM = 20
 """Above the default momentum, a training has to have this many times ``1 / (1 - momentum)`` rounds,
 the number of rounds that a pseudo-gradient acts for."""
@@ -72,18 +76,20 @@ class DiLoCoSettings:
             ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1]. None:
             0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
             meanwhile.
-        outer_lr: Learning rate of the outer SGD.
+        outer_lr: Learning rate of the outer SGD. None: 0.7.
         outer_momentum: Momentum of the outer SGD, in [0, 1). The published 0.9 (arXiv 2311.08105)
-            is for trainings of many rounds, and overshoots in short ones.
+            is for trainings of many rounds, and overshoots in short ones. None: 0.5.
         outer_nesterov: Whether that momentum is Nesterov's.
         schedule: Rows such as ``{outer_step: 61, sync_every: 30}``, each with any of
             ``sync_every``, ``outer_lr`` and ``outer_momentum``. They hold for the outer step of
             that number, with the inner steps before it, and for all after it, until a row changes
             them again. Each sync of a fragment is an outer step. Momentum 0 forgets the momentum
-            so far. None: the first ``SHORT_ROUNDS`` rounds have a fifth of ``sync_every``, since
-            groups drift apart most while the loss falls fast (post-local SGD, arXiv 1808.07217).
-            Rounds that are a time, or shorter than ``SHORT_BELOW``, stay. An empty list: no
-            schedule.
+            so far. None: the first ``PLAIN_ROUNDS`` rounds of each fragment end in a plain average
+            (``outer_lr`` 1, no momentum), unless one of the two is given, since the first
+            pseudo-gradients of a fresh model soon point elsewhere. And the first
+            ``SHORT_ROUNDS`` have a fifth of ``sync_every``, since groups drift apart most while the
+            loss falls fast (post-local SGD, arXiv 1808.07217); rounds that are a time, or shorter
+            than ``SHORT_BELOW``, stay. An empty list: no schedule.
         weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
             (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
             last synchronised. With ``uniform`` a joiner's first round counts fully, although the
@@ -110,8 +116,8 @@ class DiLoCoSettings:
     fragment_patterns: Sequence[str | Sequence[str]] | None = None
     fragment_sync_delay: int = 0
     fragment_update_alpha: float = cast(float, None)  # a number once __post_init__ has run
-    outer_lr: float = OUTER_LR
-    outer_momentum: float = OUTER_MOMENTUM
+    outer_lr: float = cast(float, None)  # likewise
+    outer_momentum: float = cast(float, None)  # likewise
     outer_nesterov: bool = True
     schedule: Sequence[Mapping[str, Any]] = cast(Rows, None)  # likewise
     weight_by: WeightBy = cast(WeightBy, None)  # likewise
@@ -124,7 +130,7 @@ class DiLoCoSettings:
         check_integer("num_fragments", self.num_fragments, at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
-        _check_scheduled(vars(self))
+        _check_scheduled({k: v for k, v in vars(self).items() if v is not None})
         self._check_patterns()
         self._choose()
         check_choice("weight_by", self.weight_by, get_args(WeightBy))
@@ -167,22 +173,29 @@ class DiLoCoSettings:
         check_number("fragment_update_alpha", alpha, 0.0, 1.0)
         if weight_by is None:
             weight_by = "uniform" if self.round_seconds is None else "steps"
-        rows = self._short_first() if self.schedule is None else self.schedule
+        rows = self._default_schedule() if self.schedule is None else self.schedule
         chosen = {"weight_by": weight_by, "schedule": check_rows(rows)}
+        if self.outer_lr is None:
+            chosen["outer_lr"] = OUTER_LR
+        if self.outer_momentum is None:
+            chosen["outer_momentum"] = OUTER_MOMENTUM
         # Always a float: 0 and 0.0 have different digests.
         for name, value in (chosen | {"fragment_update_alpha": float(alpha)}).items():
             object.__setattr__(self, name, value)
 
-    def _short_first(self) -> Rows:
-        """The schedule of short rounds at the start; empty if rounds cannot be shorter."""
+    def _default_schedule(self) -> Rows:
+        """Plain averages and short rounds at the start, each unless something rules it out."""
         count, steps = self.fragment_count, self.sync_every // 5
+        rows: dict[int, dict[str, Any]] = {1: {}}
+        if self.outer_lr is None and self.outer_momentum is None:
+            rows[1] |= {"outer_lr": 1.0, "outer_momentum": 0.0}
+            later = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+            rows[PLAIN_ROUNDS * count + 1] = later
         steps = max(steps - steps % count, count * (self.fragment_sync_delay + 1))
-        if self.round_seconds is not None or not steps < self.sync_every >= SHORT_BELOW:
-            return ()
-        return (
-            {"outer_step": 1, "sync_every": steps},
-            {"outer_step": SHORT_ROUNDS * count + 1, "sync_every": self.sync_every},
-        )
+        if self.round_seconds is None and steps < self.sync_every >= SHORT_BELOW:
+            rows[1]["sync_every"] = steps
+            rows[SHORT_ROUNDS * count + 1] = {"sync_every": self.sync_every}
+        return [{"outer_step": step, **row} for step, row in rows.items() if row]
 
     def _check_patterns(self) -> None:
         patterns = self.fragment_patterns

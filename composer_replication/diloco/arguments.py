@@ -28,7 +28,7 @@ from composer_replication.diloco.peer_table import ROW
 from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.options import DiLoCoOptions
-from composer_replication.settings import TENSORS, DiLoCoSettings
+from composer_replication.settings import OUTER_LR, OUTER_MOMENTUM, TENSORS, DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -92,11 +92,14 @@ def settings_of(arguments: DiLoCoArguments, given: Collection[str]) -> DiLoCoSet
     """
     model = arguments.model_fragments
     count = {} if isinstance(model, nn.Module) or not model else {"num_fragments": len(model)}
-    settings = pick(DiLoCoSettings, vars(arguments) | count)
+    has_own = arguments.outer_optimizer is not None
+    # Its numbers are its own from the first outer step on.
+    numbers = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM} if has_own else {}
+    settings = pick(DiLoCoSettings, vars(arguments) | count | numbers)
     unused = [name for name in given if name.startswith("outer_") and name != "outer_optimizer"]
     if settings.changes_outer_numbers:
         unused.append("outer_lr or outer_momentum in the schedule")
-    if arguments.outer_optimizer is not None and unused:
+    if has_own and unused:
         raise ValueError(
             f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
             "these are of the SGD that DiLoCo makes without one"
