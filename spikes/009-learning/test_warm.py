@@ -28,7 +28,7 @@ def settings_of(load, cell):
     )
 
 
-def test_all_candidates_have_the_rounds_that_ship_and_the_first_one_all_that_ships(load):
+def test_all_candidates_have_the_rounds_that_ship_and_the_chosen_one_all_that_ships(load):
     warm, cells = load("warm"), load("cells")
     for job in (*warm.ROWS, *warm.JOBS, *warm.OUTSIDE):
         ships = DiLoCoSettings(sync_every=job.sync_every)
@@ -38,7 +38,7 @@ def test_all_candidates_have_the_rounds_that_ship_and_the_first_one_all_that_shi
             own = settings_of(load, cell)
             for step in range(1, 200):
                 assert own.sync_every_at(step) == ships.sync_every_at(step)
-                if name == warm.AS_SHIPPED:
+                if name == warm.CHOSEN:
                     assert own.outer_numbers_at(step) == ships.outer_numbers_at(step)
                 if step > 61 and "0.7 / 0.7" not in name:  # so do all when the warm-up is over
                     assert own.outer_numbers_at(step) == ships.outer_numbers_at(step)
@@ -103,7 +103,7 @@ def test_the_gain_is_that_worked_out_by_hand(load):
     assert warm.gain(alone=2.0, base=2.0, own=1.9) is None
     assert warm.gain(alone=float("inf"), base=2.0, own=2.0) is None
     row, bits = warm.ROWS[0], dict.fromkeys(warm.NAMES, 2.25)
-    bits |= {warm.BASE: 2.0, warm.ALONE: 3.0, warm.AS_SHIPPED: 4.0}
+    bits |= {warm.BASE: 2.0, warm.ALONE: 3.0, warm.MOMENTUM_AT_ONCE: 4.0}
     own = warm.trainings(row, row.base)
     done = {own[name].key: {"bits": value} for name, value in bits.items()}
     table = warm.report(warm.Known(done)).splitlines()

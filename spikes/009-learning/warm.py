@@ -26,11 +26,15 @@ HOURS = 25.0
 SHORT_ROUNDS, SHORT_BELOW = 60, 20
 """As in the package's settings when this was written."""
 
-SHIPPED = (0.7, 0.5)
+NUMBERS = (0.7, 0.5)
+"""The outer learning rate and momentum that ship, after the warm-up."""
 STRAIGHT = 60
 """The outer steps in which the numbers change from a plain average's to those that ship."""
 
-BASE, ALONE, AS_SHIPPED = "data parallel", "one group alone", "0.7 / 0.5"
+BASE, ALONE, MOMENTUM_AT_ONCE = "data parallel", "one group alone", "0.7 / 0.5"
+CHOSEN = "plain in the first 20"
+"""The candidate that ships now: see "The choice" in warm.md."""
+
 APART = 0.01
 """One group alone has to lie this far above data parallel, else noise decides what the gain is."""
 
@@ -118,7 +122,7 @@ def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
         groups: Number of replica groups.
         sync_every: The one setting that is given.
     """
-    lr, momentum = SHIPPED
+    lr, momentum = NUMBERS
     own = replace(base, groups=groups, sync_every=sync_every, outer_lr=lr, outer_momentum=momentum)
     if sync_every >= SHORT_BELOW:
         own = replace(own, sync_every=sync_every // 5, rounds=((SHORT_ROUNDS + 1, sync_every),))
@@ -128,15 +132,15 @@ def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
         for step in range(1, STRAIGHT + 1)
     )
     return {
-        AS_SHIPPED: own,
-        "plain in the first 20": replace(plain, outer=((21, *SHIPPED),)),
-        "plain in 20, 0.7 / 0.7 from 61": replace(plain, outer=((21, *SHIPPED), (61, 0.7, 0.7))),
+        MOMENTUM_AT_ONCE: own,
+        "plain in the first 20": replace(plain, outer=((21, *NUMBERS),)),
+        "plain in 20, 0.7 / 0.7 from 61": replace(plain, outer=((21, *NUMBERS), (61, 0.7, 0.7))),
         "a straight line over 60": replace(
             plain, outer=tuple((step, round(rate, 6), round(part, 6)) for step, rate, part in line)
         ),
-        "plain in the first 10": replace(plain, outer=((11, *SHIPPED),)),
-        "plain in the first 40": replace(plain, outer=((41, *SHIPPED),)),
-        "plain in the first 60": replace(plain, outer=((61, *SHIPPED),)),
+        "plain in the first 10": replace(plain, outer=((11, *NUMBERS),)),
+        "plain in the first 40": replace(plain, outer=((41, *NUMBERS),)),
+        "plain in the first 60": replace(plain, outer=((61, *NUMBERS),)),
     }
 
 
@@ -248,7 +252,7 @@ def report(known: Known) -> str:
                 row += f" {own:+.2f} |"
                 found[name].append(own)
         rows.append(row)
-    count = len(found[AS_SHIPPED])
+    count = len(found[MOMENTUM_AT_ONCE])
     for which, summary in (("worst quarter", _worst_quarter), ("median", statistics.median)):
         if count:
             numbers = " | ".join(f"{summary(found[name]):+.2f}" for name in CANDIDATES)

@@ -36,7 +36,7 @@ class State(GlobalState):
             GlobalParameters(local[1] | buffers, outer, CPU),
         ]
         fingerprint = dict.fromkeys(FIXED, 1) | {"model": model, "outer_optimizer": "SGD()"}
-        super().__init__(self.fragments, fingerprint, DiLoCoSettings())
+        super().__init__(self.fragments, fingerprint, DiLoCoSettings(schedule=[]))
 
     def take_outer_step(self):
         with self.outer_step_of([]):

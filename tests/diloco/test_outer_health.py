@@ -30,7 +30,7 @@ def train_by(pseudo_gradients, *, shapes=DRAWN, samples=(1, 1, 1), value=10.0, *
             group.inner.step()
         return group.diloco.pop_finished_syncs()
 
-    settings["model"] = partial(Constant, value, **shapes)
+    settings = {"model": partial(Constant, value, **shapes), "schedule": []} | settings
     return run(len(pseudo_gradients[0]), replica, sync_every=1, **settings)
 
 

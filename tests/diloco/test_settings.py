@@ -161,19 +161,37 @@ def test_a_value_in_yaml_is_read_as_it_was(value):
         ({"sync_every": 100, "num_fragments": 4, "fragment_sync_delay": 24}, []),
         ({"sync_every": 64, "fragment_patterns": ["a*", "*"]}, [(1, 12), (121, 64)]),
         ({"sync_every": 100, "round_seconds": "auto"}, []),
-        ({"sync_every": 100, "schedule": []}, []),
-        ({"sync_every": 100, "schedule": rows((4, 1.0, 0.5))}, None),
     ],
 )
-def test_sixty_rounds_are_short_unless_a_schedule_is_given(given, expected):
+def test_sixty_rounds_are_short_and_twenty_end_in_a_plain_average(given, expected):
     settings = DiLoCoSettings(**given)
-    if expected is None:
-        assert settings.schedule == tuple(given["schedule"])
-    else:
-        assert settings.schedule == tuple(
-            {"outer_step": step, "sync_every": steps} for step, steps in expected
-        )
+    rows = [row for row in settings.schedule if "sync_every" in row]
+    assert [(row["outer_step"], row["sync_every"]) for row in rows] == expected
+    last = 20 * settings.fragment_count
+    plain, later = (1.0, 0.0, False), (0.7, 0.5, True)
+    numbers = [settings.outer_numbers_at(step) for step in (1, last, last + 1, 9999)]
+    assert numbers == [plain, plain, later, later]
     # What was chosen is what it says: chosen again it is the same.
+    assert DiLoCoSettings(**dataclasses.asdict(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [
+        ({"outer_lr": 0.7}, (0.7, 0.5)),
+        ({"outer_momentum": 0.5}, (0.7, 0.5)),
+        ({"outer_lr": 0, "outer_momentum": 0.9}, (0, 0.9)),
+        ({"schedule": []}, (0.7, 0.5)),
+        ({"schedule": [{"outer_step": 9, "sync_every": 50}]}, (0.7, 0.5)),
+    ],
+)
+def test_outer_numbers_and_schedules_that_are_given_mean_what_they_say(given, numbers):
+    settings = DiLoCoSettings(**given)
+    assert {settings.outer_numbers_at(step)[:2] for step in range(99)} == {numbers}
+    if "schedule" in given:
+        assert list(settings.schedule) == given["schedule"]
+    else:
+        assert settings.sync_every_at(60) == 20 and settings.sync_every_at(61) == 100
     assert DiLoCoSettings(**dataclasses.asdict(settings)) == settings
 
 
