@@ -27,7 +27,7 @@ MAX_EVENTS = 100
 """The most events on the page of a run, and so of a group: the newest ones."""
 
 COSINES = 20
-"""Syncs over which cosines are averaged, to judge the outer loop."""
+"""Syncs over which the cosines of the outer loop are averaged."""
 
 SILENT_AFTER_S = 10.0
 """A training group that has completed no step for so long is shown as silent. A group whose steps

@@ -20,12 +20,6 @@ from composer_replication.launch.group import Group
 from composer_replication.replica.json_files import finite, read_json, replace_json
 from composer_replication.settings import DiLoCoSettings
 
-STEADY_ABOVE = 0.1
-"""The outer loop is steady if the mean cosine with the momentum is at least this."""
-OVERSHOOTS_ABOVE = 0.6
-"""Else its steps overshoot if ``group_cosine`` is at least this: all groups undo the step before.
-"""
-
 
 class Run:
     """What the groups of a run have recorded in its folder.
@@ -198,7 +192,9 @@ def result_of(run: Run) -> list[tuple[str, str]]:
         rows.append(("global parameters", describe_digests(run)))
     cosines = max((group.cosines for group in run.groups.values()), key=len)
     if len(cosines) == cosines.maxlen:
-        rows.append(("outer loop", _verdict(*map(mean, zip(*cosines, strict=True)))))
+        momentum, between = map(mean, zip(*cosines, strict=True))
+        text = f"cosine with the momentum {momentum:.2f}, between groups {between:.2f}"
+        rows.append(("outer loop", text))
     lost = {id: group.steps_lost for id, group in run.groups.items() if group.steps_lost}
     if each := ", ".join(f"group {id} {plural(n, 'inner step')}" for id, n in lost.items()):
         rows.append(("thrown away", each))
@@ -207,17 +203,6 @@ def result_of(run: Run) -> list[tuple[str, str]]:
     if each:
         rows.append(("lost and came back", each))
     return rows
-
-
-def _verdict(momentum: float, groups: float) -> str:
-    """The verdict on the outer loop in words, with the numbers that docs/outer-loop.md explains."""
-    if momentum >= STEADY_ABOVE:
-        verdict = "steady"
-    elif groups >= OVERSHOOTS_ABOVE:
-        verdict = "overshoots, lower outer_lr or outer_momentum"
-    else:
-        verdict = "no common direction yet"
-    return f"{verdict} (cosine with the momentum {momentum:.2f}, between groups {groups:.2f})"
 
 
 def describe(run: Run) -> list[tuple[str, str]]:

@@ -113,6 +113,30 @@ def test_the_gain_is_that_worked_out_by_hand(load):
     assert len(warm.report(warm.Known(done)).splitlines()) == 2
 
 
+def test_a_rule_that_tells_is_right_in_jobs_that_it_was_not_chosen_in(load):
+    verdict = load("verdict")
+    numbers, are_better = [0.1, 0.5, None, 0.9, 0.2], [False, True, True, True, False]
+    rule = verdict.best_rule(numbers, are_better)
+    assert rule == (0.5, True) and verdict.right(rule, numbers, are_better) == 1.0
+    # Of those that are better a half, of the others all.
+    assert verdict.right(verdict.Rule(0.6, True), numbers[:3], [False, True, True]) == 0.75
+    assert verdict.right(verdict.Rule(0.0, True), numbers, are_better) == 0.5  # always "better"
+    trainings = [
+        verdict.Training(f"job {job}", (), is_better)
+        for job in range(6)
+        for is_better in (True, False)
+    ]
+    telling = [float(each.is_better) for each in trainings]
+    assert set(verdict.tried(trainings, telling)) == {1.0}
+    assert set(verdict.tried(trainings, [0.0] * 12)) == {0.5}
+    measured = [[None, 0.4, 0.8, 2.0, 0.0], [0.2, 0.2, 0.6, 1.0, 3.0]]
+    found = verdict.numbers_of(measured, 2)
+    assert found["cosine with the momentum"] == 0.2
+    assert found["norm of the group's, second half over first"] == 0.5
+    assert found["norm of the momentum over the group's"] == 1.0
+    assert verdict.numbers_of(measured, 1)["cosine with the momentum"] is None
+
+
 def test_a_line_that_a_killed_worker_cut_off_loses_that_training_alone(load, tmp_path, capsys):
     lines, cells = load("lines"), load("cells")
     path, results = tmp_path / "results.jsonl", []

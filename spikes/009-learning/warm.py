@@ -91,6 +91,7 @@ CHEAP = sorted(_BY_COST[:8], key=lambda job: job.model == "cnn")
 
 OTHERS = sorted([*_BY_COST[8:-2], *OUTSIDE], key=lambda job: job.cost)
 MOST_EXPENSIVE = _BY_COST[-2:]
+EVERY_JOB = (*ROWS, *CHEAP, *OTHERS, *MOST_EXPENSIVE)
 
 
 PICTURES = "cnn"
@@ -238,7 +239,7 @@ def report(known: Known) -> str:
     rows = ["| job | data parallel | alone | other rates | " + " | ".join(CANDIDATES) + " |"]
     rows += ["|---" * (len(CANDIDATES) + 4) + "|"]
     found: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    for job in (*ROWS, *CHEAP, *OTHERS, *MOST_EXPENSIVE):
+    for job in EVERY_JOB:
         mean, bits = means(job, known), losses(job, known)
         if not mean:
             continue

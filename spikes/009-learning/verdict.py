@@ -1,0 +1,142 @@
+"""Whether what a group measures tells early if a training ends better than one group alone.
+
+    python spikes/009-learning/verdict.py
+
+Each training of the study of the warm-up has what its first group measured in its first syncs. A
+rule is a bound on one number of them. It is chosen in half of the jobs, and tried in the others; so
+for many halves. Most trainings do end better, so who always says so is right in most. A rule's
+figure is therefore the mean of two shares: how often it is right of those that do, and of those
+that do not. 50 % is a guess.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from lines import WARM, read, read_all
+from warm import ALONE, BASE, CANDIDATES, EVERY_JOB, SEEDS, Known, base_of, gain, trainings
+
+BETTER_ABOVE = 0.2
+"""A training with this gain ended better than one group alone."""
+
+HALVES = 200
+FIRST_SYNCS = (20, 40, 60)
+
+Syncs = Sequence[Sequence[float | None]]
+
+
+class Training(NamedTuple):
+    """A training of groups: of which job, what was measured, and whether it ended better."""
+
+    job: str
+    syncs: Syncs
+    is_better: bool
+
+
+class Rule(NamedTuple):
+    """A training ends better if the number is on this side of the bound, or is not known."""
+
+    bound: float
+    is_above: bool
+
+    def says(self, number: float | None) -> bool:
+        """Whether the training ends better."""
+        return number is None or (number >= self.bound) == self.is_above
+
+
+def all_trainings(known: Known) -> list[Training]:
+    """The trainings that have a gain and measurements."""
+    found = []
+    for job, seed in product(EVERY_JOB, SEEDS):
+        base = base_of(job, known)
+        named = trainings(job, base) if base else {}
+        lines = {name: known.line(cell.with_seed(seed)) for name, cell in named.items()}
+        alone, whole = lines.get(ALONE), lines.get(BASE)
+        for name in CANDIDATES if alone and whole else ():
+            line = lines[name]
+            if line is None or "syncs" not in line:
+                continue
+            own = gain(alone["bits"], whole["bits"], line["bits"])
+            if own is not None:
+                found.append(Training(job.name, line["syncs"], own > BETTER_ABOVE))
+    return found
+
+
+def numbers_of(syncs: Syncs, first: int) -> dict[str, float | None]:
+    """What can be known after so many syncs, by name; None if it was never measured."""
+    momentum, groups, ratio, norm, sum_norm = (
+        [row[column] for row in syncs[:first] if row[column] is not None] for column in range(5)
+    )
+    half = len(norm) // 2
+    return {
+        "cosine with the momentum": _mean(momentum),
+        "of the last ten": _mean(momentum[-10:]),
+        "cosine between groups": _mean(groups),
+        "between groups, of the last ten": _mean(groups[-10:]),
+        "norm of the mean over the groups'": _mean(ratio),
+        "its second half over its first": _mean(ratio[half:], _mean(ratio[:half])),
+        "norm of the group's, second half over first": _mean(norm[half:], _mean(norm[:half])),
+        "norm of the momentum over the group's": _mean(sum_norm[-10:], _mean(norm[-10:])),
+    }
+
+
+def _mean(values: Sequence[float], over: float | None = 1.0) -> float | None:
+    return statistics.fmean(values) / over if values and over else None
+
+
+def best_rule(numbers: Sequence[float | None], are_better: Sequence[bool]) -> Rule:
+    """The bound that is right most often, see the module."""
+    known = sorted({number for number in numbers if number is not None})
+    rules = [Rule(bound, above) for bound in known for above in (True, False)]
+    never = Rule(float("-inf"), is_above=True)
+    return max([never, *rules], key=lambda rule: right(rule, numbers, are_better))
+
+
+def right(rule: Rule, numbers: Sequence[float | None], are_better: Sequence[bool]) -> float:
+    """The mean of the two shares in which a rule is right."""
+    hits: dict[bool, list[bool]] = {True: [], False: []}
+    for number, is_better in zip(numbers, are_better, strict=True):
+        hits[is_better].append(rule.says(number) == is_better)
+    return statistics.fmean(statistics.fmean(own) for own in hits.values() if own)
+
+
+def tried(trainings: Sequence[Training], numbers: Sequence[float | None]) -> Iterator[float]:
+    """How often the rules of many halves of the jobs are right in the other half."""
+    jobs = sorted({training.job for training in trainings})
+    draw = random.Random(0)
+    for _ in range(HALVES):
+        half = set(draw.sample(jobs, len(jobs) // 2))
+        parts: dict[bool, tuple[list[float | None], list[bool]]] = {True: ([], []), False: ([], [])}
+        for training, number in zip(trainings, numbers, strict=True):
+            part = parts[training.job in half]
+            part[0].append(number)
+            part[1].append(training.is_better)
+        if all(len(set(are_better)) == 2 for _, are_better in parts.values()):
+            yield right(best_rule(*parts[True]), *parts[False])
+
+
+def report(known: Known) -> str:
+    """How often a rule on each of the numbers is right."""
+    every = all_trainings(known)
+    not_better = sum(not training.is_better for training in every)
+    rows = [f"{len(every)} trainings; {not_better} ended no better than one group alone", ""]
+    rows += ["| number | " + " | ".join(f"{first} syncs" for first in FIRST_SYNCS) + " |"]
+    rows += ["|---" * (len(FIRST_SYNCS) + 1) + "|"]
+    by_first = [[numbers_of(each.syncs, first) for each in every] for first in FIRST_SYNCS]
+    for name in numbers_of((), 0):
+        shares = [[*tried(every, [own[name] for own in each])] for each in by_first]
+        cells = [f"{statistics.fmean(own):.0%}" if own else "-" for own in shares]
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    steady = Rule(0.1, is_above=True)
+    last = [_mean([row[0] for row in each.syncs[-20:] if row[0] is not None]) for each in every]
+    share = right(steady, last, [each.is_better for each in every])
+    rows += ["", f"`steady`, by its last 20 syncs: {share:.0%}"]
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(report(Known(read(WARM), read_all())))
