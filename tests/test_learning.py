@@ -50,11 +50,15 @@ def test_the_quickstart_is_a_training_of_the_study_and_its_reference_is_data_par
     assert config["max_duration"] == f"{own.steps}ba"
     assert own_settings.keys() == {"sync_every", "digest_every"}  # nothing else is set
     settings = DiLoCoSettings(sync_every=own_settings["sync_every"])
-    rounds = DiLoCoSettings(sync_every=own.sync_every, schedule=load("train")._schedule(own))
-    assert [settings.sync_every_at(n) for n in range(1, 199)] == [
-        rounds.sync_every_at(n) for n in range(1, 199)
-    ]
-    assert (own.outer_lr, own.outer_momentum) == (settings.outer_lr, settings.outer_momentum)
+    rounds = DiLoCoSettings(
+        sync_every=own.sync_every,
+        outer_lr=own.outer_lr,
+        outer_momentum=own.outer_momentum,
+        schedule=load("train")._schedule(own),
+    )
+    for outer_step in range(1, 199):
+        assert settings.sync_every_at(outer_step) == rounds.sync_every_at(outer_step)
+        assert settings.outer_numbers_at(outer_step) == rounds.outer_numbers_at(outer_step)
 
 
 def test_the_page_of_the_defaults_is_that_of_the_results_file(load):

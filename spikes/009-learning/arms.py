@@ -17,11 +17,17 @@ DATA_PARALLEL_MUON = replace(DATA_PARALLEL, inner="muon", lr=1.2e-2)
 TWO_MUON = replace(TWO, inner="muon", lr=8e-3)
 TWO_SHORT = replace(TWO_MUON, early=5)
 
-TWO_DEFAULTS = replace(TWO_MUON, sync_every=6, rounds=((61, 30),))
-"""Two groups in which nothing is set but ``sync_every: 30``."""
+TWO_SHORT_ROUNDS = replace(TWO_MUON, sync_every=6, rounds=((61, 30),))
+"""Two groups with short rounds first, and momentum at once: once the defaults."""
 
 DATA_PARALLEL_COMPOSER = replace(DATA_PARALLEL_MUON, lag=1)
-QUICKSTART = replace(TWO_DEFAULTS, lag=1)
+QUICKSTART = replace(
+    TWO_SHORT_ROUNDS,
+    lag=1,
+    outer_lr=1.0,
+    outer_momentum=0.0,
+    outer=((21, 0.7, 0.5),),
+)
 """What configs/quickstart.yaml trains, to the last bit, and what it is compared with."""
 
 TWO_LONG = replace(TWO_MUON, sync_every=15, steps=3600)
@@ -115,7 +121,7 @@ FIRST_ARMS = (
     Arm("2 groups, H = 30, warm-up", TWO_SHORT),
     Arm("2 groups, H = 15, warm-up", replace(TWO_SHORT, sync_every=15)),
     Arm("2 groups, H = 15", replace(TWO_MUON, sync_every=15)),
-    Arm("2 groups, H = 30, the defaults", TWO_DEFAULTS),
+    Arm("2 groups, H = 30, momentum at once", TWO_SHORT_ROUNDS),
     Arm(
         "2 groups, H = 30, the quickstart",
         QUICKSTART,

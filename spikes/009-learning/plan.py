@@ -40,10 +40,10 @@ from arms import (
     SIX_OF_TWO,
     THIRD_ARMS,
     TWO,
-    TWO_DEFAULTS,
     TWO_LONG,
     TWO_MUON,
     TWO_SHORT,
+    TWO_SHORT_ROUNDS,
 )
 from cells import CLAIM_SEEDS, TUNING_SEEDS, Cell
 
@@ -114,7 +114,7 @@ def _base() -> Iterator[Cell]:
 def _quickstart() -> Iterator[Cell]:
     """The training of the quickstart, on the first five seeds of the claims."""
     for seed in CLAIM_SEEDS[:5]:
-        for cell in (DATA_PARALLEL_COMPOSER, QUICKSTART, TWO_DEFAULTS):
+        for cell in (DATA_PARALLEL_COMPOSER, QUICKSTART, TWO_SHORT_ROUNDS):
             yield cell.with_seed(seed)
 
 
