@@ -1,4 +1,4 @@
-"""The study of what ships: its jobs, its candidates, the arms at equal bytes, and the report.
+"""The study of what ships: the order of its trainings, and the report.
 
     python spikes/009-learning/defaults.py   # writes defaults-so-far.md from defaults.jsonl
 
@@ -10,27 +10,30 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from arms import DATA_PARALLEL, DATA_PARALLEL_32, DATA_PARALLEL_MUON, EIGHT_SHORT, FOUR_SHORT, TWO
-from cells import EARLY_STEPS, Cell
+from candidates import (
+    AS_SHIPPED,
+    CHOSEN,
+    JOBS,
+    NAMES,
+    OUTSIDE,
+    PLAIN,
+    RATES,
+    SEEDS,
+    Job,
+    bits_of,
+    candidates,
+    data_parallel,
+    reference,
+)
+from cells import Cell
+from equal_bytes import ARM_SEEDS, GO_ON, arms_of, equal_bytes
 from lines import DEFAULTS, RESULTS, Lines, read
 from paired import Difference, compare
-
-SEEDS = (1, 2, 3)
-"""The first one is for all candidates, the others are for the finalists."""
-
-ARM_SEEDS = range(1, 6)
-
-PLAIN = "0.7 / 0.5"
-"""The candidate that shipped until the choice."""
-
-CHOSEN = "0.7 / 0.5, 60 short if H >= 20"
-"""The candidate that wins: see "The choice" in defaults.md."""
 
 LEADERS = 2
 """How many candidates are trained in the expensive jobs before all others, beside PLAIN."""
@@ -38,217 +41,6 @@ LEADERS = 2
 FINALISTS = 4
 HOURS = 80.0
 """Of a processor, at most, for the jobs. The arms at equal bytes are not among them."""
-
-GRID = (0.5, 1.0, 2.0)
-"""Data parallel's learning rates, in units of a kind's."""
-
-SAMPLES = 8
-"""In each group's batch. Data parallel has the batch of all groups."""
-
-
-class Job(NamedTuple):
-    """One of the jobs. Each two factors of three levels have all pairs of levels equally often."""
-
-    model: str
-    inner: str
-    data: str
-    groups: int
-    sync_every: int
-    steps: int
-    rate: str
-
-    @property
-    def name(self) -> str:
-        """How the tables name this job."""
-        return (
-            f"{self.model}, {self.inner}, {self.data}, k = {self.groups}, H = {self.sync_every}, "
-            f"{self.steps:,} steps, {self.rate}"
-        )
-
-    @property
-    def cost(self) -> float:
-        """About, in steps of 16 samples of the smallest GPT."""
-        sizes = {"gpt": 1.0, "deep": 2.2, "gru": 0.6, "cnn": 0.04, "convolutions": 0.5}
-        size = sizes[self.model]
-        return self.steps * self.groups / 2 * size
-
-
-JOBS = (
-    Job("gpt", "muon", "stdlib", 2, 10, 300, "constant"),
-    Job("gpt", "muon", "headers", 4, 30, 1000, "cosine"),
-    Job("gpt", "muon", "stdlib", 8, 100, 3000, "cosine"),
-    Job("gpt", "adamw", "headers", 2, 10, 1000, "cosine"),
-    Job("gpt", "adamw", "stdlib", 4, 30, 3000, "constant"),
-    Job("gpt", "adamw", "headers", 8, 100, 300, "constant"),
-    Job("deep", "muon", "headers", 2, 30, 300, "constant"),
-    Job("deep", "muon", "headers", 4, 100, 1000, "constant"),
-    Job("deep", "muon", "stdlib", 8, 10, 3000, "cosine"),
-    Job("gru", "adamw", "headers", 2, 100, 3000, "cosine"),
-    Job("gru", "adamw", "stdlib", 4, 10, 300, "cosine"),
-    Job("gru", "adamw", "stdlib", 8, 30, 1000, "constant"),
-    Job("cnn", "adamw", "digits", 2, 30, 3000, "constant"),
-    Job("cnn", "adamw", "digits", 4, 100, 300, "cosine"),
-    Job("cnn", "adamw", "digits", 8, 10, 1000, "constant"),
-    Job("cnn", "muon", "digits", 2, 100, 1000, "cosine"),
-    Job("cnn", "muon", "digits", 4, 10, 3000, "constant"),
-    Job("cnn", "muon", "digits", 8, 30, 300, "cosine"),
-)
-"""Taguchi's L18: a factor of six levels (model and inner optimizer) and three of three levels.
-
-Of its other two columns, whose third level is dealt to the first two, come the rate and the text.
-"""
-
-AS_SHIPPED = tuple(
-    job for job in JOBS if job.groups <= 4 and job.sync_every <= 30 and job.steps >= 1000
-)
-"""The jobs that what ships is measured in, with all seeds."""
-
-OUTSIDE = (
-    Job("convolutions", "adamw", "docstrings", 2, 30, 1000, "cosine"),
-    Job("convolutions", "adamw", "docstrings", 4, 30, 1000, "constant"),
-)
-"""A model and a text that the choice knows nothing of, trained after it."""
-
-RATES = {
-    ("gpt", "muon"): 1.2e-2,
-    ("gpt", "adamw"): 5.6e-3,
-    ("deep", "muon"): 1.2e-2,
-    ("gru", "adamw"): 8e-3,
-    ("cnn", "adamw"): 4e-3,
-    ("cnn", "muon"): 8e-3,
-    ("convolutions", "adamw"): 4e-3,
-}
-
-
-def data_parallel(job: Job) -> list[Cell]:
-    """The reference at each learning rate."""
-    base = Cell(
-        model=job.model,
-        inner=job.inner,
-        data=job.data,
-        batch=SAMPLES * job.groups,
-        steps=job.steps,
-        final_lr=1.0 if job.rate == "constant" else 0.1,
-        seed=SEEDS[0],
-    )
-    return [replace(base, lr=RATES[job.model, job.inner] * factor) for factor in GRID]
-
-
-def reference(job: Job, done: Lines) -> Cell | None:
-    """The best one, which has the inner learning rate of all candidates; None if not yet known."""
-    tried = data_parallel(job)
-    if any(cell.key not in done for cell in tried):
-        return None
-    return min(tried, key=lambda cell: _bits(done, cell))
-
-
-def candidates(job: Job, base: Cell) -> dict[str, Cell]:
-    """What could ship, none of which knows how long the job is."""
-    muon, k = job.inner == "muon", job.groups
-    own = replace(base, groups=k, sync_every=job.sync_every, outer_momentum=0.5)
-    rising = replace(own, ramp=10.0, outer_momentum=0.9)
-    short, longer = (
-        {"sync_every": job.sync_every // 5, "rounds": ((count + 1, job.sync_every),)}
-        for count in (20, 60)
-    )
-    by_k = {2: (0.7, 0.5), 4: (0.8, 0.6), 8: (0.8, 0.7)}
-    muloco = (1.0, 0.9) if k == 8 else (0.9, 0.8) if muon else (0.8, 0.9)
-    return {
-        "0.7 / 0.9": replace(own, outer_momentum=0.9),
-        "0.7 / 0.5": own,
-        "rising, c = 10": rising,
-        "0.7 / 0.5, short first": replace(own, **short),
-        "rising, c = 10, short first": replace(rising, **short),
-        "by k": _outer(own, *by_k[k]),
-        "rising, c = 30": replace(rising, ramp=30.0),
-        "MuLoCo": _outer(own, *muloco),
-        "SNOO": _outer(own, 0.8, 0.75),
-        "plain mean": _outer(own, 1.0, 0.0),
-        "0.8 / 0.6, short first": replace(_outer(own, 0.8, 0.6), **short),
-        "0.7 / 0.5, 60 short": replace(own, **longer),
-        CHOSEN: replace(own, **longer) if job.sync_every >= 20 else own,
-    }
-
-
-def _outer(cell: Cell, lr: float, momentum: float) -> Cell:
-    return replace(cell, outer_lr=lr, outer_momentum=momentum)
-
-
-NAMES = tuple(candidates(JOBS[0], Cell()))
-
-
-# ---- at equal bytes --------------------------------------------------------------------------
-
-
-def following_the_rate(cell: Cell, first: int, most: int) -> Cell:
-    """Rounds that grow as one over the square of the learning rate (QSR), by steps of 5.
-
-    Args:
-        cell: Its warm-up of short rounds stays.
-        first: The inner steps in a round after that.
-        most: In any round.
-    """
-    rounds, step, outer_step = {}, EARLY_STEPS, EARLY_STEPS // cell.early + 1
-    while step < cell.steps:
-        progress = (step - 50) / (cell.steps - 50)  # as in train.py
-        rate = cell.final_lr + (1 - cell.final_lr) * (1 + math.cos(math.pi * progress)) / 2
-        steps = min(most, max(first, round(first / rate**2 / 5) * 5))
-        if steps not in rounds.values():
-            rounds[outer_step] = steps
-        step, outer_step = step + steps, outer_step + 1
-    (_, steps), *others = rounds.items()
-    return replace(cell, sync_every=steps, rounds=tuple(others))
-
-
-def equal_bytes(groups: int) -> dict[str, Cell]:
-    """The arms for so many groups, 16 samples a step in all: all but the first two cost bytes."""
-    base = {4: FOUR_SHORT, 8: EIGHT_SHORT}[groups]
-    slow = replace(base, momentum=0.99, slow=0.9)
-    adamw = replace(TWO, groups=groups, early=5)
-    arms = {
-        "data parallel": DATA_PARALLEL_MUON,
-        "H = 30": base,
-        "H = 15": replace(base, sync_every=15),
-        "averaged state": replace(base, periods=(1, 1)),
-        "averaged state, 3 and 6": replace(base, periods=(3, 6)),
-        "H = 10": replace(base, sync_every=10),
-        "slow momentum": slow,
-        "slow momentum, averaged": replace(slow, periods=(1, 1)),
-        "H by the rate": following_the_rate(base, 15, 120),
-        "H = 15, no short rounds": replace(base, sync_every=15, early=0),
-        "data parallel, AdamW": DATA_PARALLEL,
-        "AdamW, H = 30": adamw,
-        "AdamW, H = 15": replace(adamw, sync_every=15),
-        "AdamW, H = 6": replace(adamw, sync_every=6),
-        "AdamW, averaged state": replace(adamw, periods=(1, 1)),
-        "AdamW, averaged state, 3 and 6": replace(adamw, periods=(3, 6)),
-    }
-    if groups == 4:
-        of_eight = {"lr": DATA_PARALLEL_32.lr, "batch": 32}
-        return arms | {
-            "data parallel, batch 32": DATA_PARALLEL_32,
-            "8 samples a group": replace(base, **of_eight),
-            "8 samples a group, averaged state": replace(base, **of_eight, periods=(1, 1)),
-        }
-    changing = replace(base, away=4)
-    return arms | {
-        "8, 4 and 8 groups": changing,
-        "8, 4 and 8 groups, averaged state": replace(changing, periods=(1, 1)),
-    }
-
-
-GO_ON = (
-    *("H = 30", "H = 15", "H = 10", "averaged state"),
-    *("8, 4 and 8 groups", "8, 4 and 8 groups, averaged state"),
-)
-"""The arms that are trained after those of four groups with the first seed. A plain arm of about as
-many bytes had less loss than each of the others there."""
-
-
-def _arms(groups: int, seeds: Iterable[int], names: Container[str] = ()) -> Iterator[Cell]:
-    for seed, (name, cell) in product(seeds, equal_bytes(groups).items()):
-        if not names or name in names:
-            yield cell.with_seed(seed)
 
 
 # ---- the order of the trainings ----------------------------------------------------------------
@@ -263,7 +55,7 @@ def wanted(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
         done: The results of this study.
         others: Those of the study of learning, which has some of the arms.
     """
-    arms = {cell for groups in (4, 8) for cell in _arms(groups, ARM_SEEDS)}
+    arms = {cell for groups in (4, 8) for cell in arms_of(groups, ARM_SEEDS)}
     is_over = _hours(done, arms) >= HOURS
     known = {**done, **others}
     for cell in _in_order(known):
@@ -275,7 +67,7 @@ def _in_order(done: Lines) -> Iterator[Cell]:
     by_cost = sorted(JOBS, key=lambda job: job.cost)
     yield from _jobs(by_cost[:9], done)
     yield from _jobs(by_cost[9:-2], done, ["0.7 / 0.5, 60 short"])
-    yield from _arms(4, ARM_SEEDS[:1])
+    yield from arms_of(4, ARM_SEEDS[:1])
     yield from _jobs(by_cost[9:-2], done, _leaders(done))
     yield from _more_seeds(by_cost[:9], done, _leaders(done))
     yield from _jobs(OUTSIDE, done, [CHOSEN, PLAIN])
@@ -284,7 +76,7 @@ def _in_order(done: Lines) -> Iterator[Cell]:
         yield from _more_seeds([job], done, [CHOSEN], ARM_SEEDS[1:])
     yield from _more_seeds(measured[-1:], done, [CHOSEN], ARM_SEEDS[1:])
     for seed, groups in product(ARM_SEEDS, (4, 8)):
-        yield from _arms(groups, (seed,), GO_ON)
+        yield from arms_of(groups, (seed,), GO_ON)
     yield from _more_seeds(measured, done, [PLAIN], ARM_SEEDS[1:])
     yield from _jobs(by_cost[-2:], done, _leaders(done))
     yield from _jobs(by_cost, done, _not_beaten(done))
@@ -355,11 +147,6 @@ def _hours(done: Lines, arms: Container[Cell]) -> float:
     return sum(line["cpu_seconds"] for line in lines) / 3600
 
 
-def _bits(done: Lines, cell: Cell) -> float:
-    line = done.get(cell.key)
-    return math.nan if line is None else line["bits"] if math.isfinite(line["bits"]) else math.inf
-
-
 # ---- what came out -----------------------------------------------------------------------------
 
 
@@ -371,7 +158,7 @@ def gaps(job: Job, done: Lines, seeds: Iterable[int] = SEEDS) -> dict[str, float
     found = {}
     for name, cell in candidates(job, base).items():
         above = [
-            100 * (_bits(done, cell.with_seed(seed)) / _bits(done, base.with_seed(seed)) - 1)
+            100 * (bits_of(done, cell.with_seed(seed)) / bits_of(done, base.with_seed(seed)) - 1)
             for seed in seeds
         ]
         if known := [value for value in above if not math.isnan(value)]:
@@ -396,7 +183,7 @@ def above(job: Job, done: Lines, name: str, without: Container[int] = ()) -> Dif
 
 
 def _by_seed(done: Lines, cell: Cell) -> dict[int, float]:
-    bits = {seed: _bits(done, cell.with_seed(seed)) for seed in ARM_SEEDS}
+    bits = {seed: bits_of(done, cell.with_seed(seed)) for seed in ARM_SEEDS}
     return {seed: value for seed, value in bits.items() if not math.isnan(value)}
 
 
@@ -430,7 +217,7 @@ def _finalists(done: Lines) -> list[str]:
 
 def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
     """The tables of what has been trained so far. Arguments as for ``wanted``."""
-    arms = [*_arms(4, ARM_SEEDS), *_arms(8, ARM_SEEDS)]
+    arms = [*arms_of(4, ARM_SEEDS), *arms_of(8, ARM_SEEDS)]
     every = {job: gaps(job, done) for job in JOBS}
     begun = sum(1 for each in every.values() if each)
     rows = [
@@ -464,7 +251,7 @@ def report(done: Lines, others: Lines = MappingProxyType({})) -> str:
         if base := reference(job, done):
             edge = "" if base.lr == RATES[job.model, job.inner] else " (edge)"
             cells = " | ".join(f"{own[name]:+.2f}" if name in own else "-" for name in NAMES)
-            rows.append(f"| {job.name} | {base.lr:g}{edge} | {_bits(done, base):.3f} | {cells} |")
+            rows.append(f"| {job.name} | {base.lr:g}{edge} | {bits_of(done, base):.3f} | {cells} |")
     return "\n".join([*rows, "", *_arms_table({**done, **others})]) + "\n"
 
 

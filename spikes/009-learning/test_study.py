@@ -77,7 +77,7 @@ def test_candidates_have_the_rate_of_the_best_reference_and_the_best_get_more_se
         return cell
 
     cheapest = min(defaults.JOBS, key=lambda job: job.cost)
-    rates = [train(lambda cell: 1 + cell.lr).lr for _ in defaults.GRID]
+    rates = [train(lambda cell: 1 + cell.lr).lr for _ in load("candidates").GRID]
     first = train(lambda cell: math.nan)  # diverged
     assert (first.groups, first.lr, first.outer_momentum) == (cheapest.groups, min(rates), 0.9)
     assert defaults.gaps(cheapest, done) == {"0.7 / 0.9": math.inf}

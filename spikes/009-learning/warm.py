@@ -16,8 +16,8 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from candidates import GRID, JOBS, OUTSIDE, SAMPLES, SEEDS, Job, data_parallel, reference
 from cells import Cell
-from defaults import GRID, JOBS, OUTSIDE, SAMPLES, SEEDS, Job, data_parallel, reference
 from lines import WARM, Lines, read, read_all
 
 HOURS = 25.0
