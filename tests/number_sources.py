@@ -210,10 +210,18 @@ def plan(
     return [*given, its.fragment_sync_delay, 100 * share, sent, hours / share, hours]
 
 
+def sent_less(sync_every: int, steps: int) -> list[float]:
+    """Both, and how many times fewer bytes than data parallel a group sends, in float32."""
+    settings, ends = DiLoCoSettings(sync_every=sync_every), [0]
+    while ends[-1] < steps:
+        ends.append(min(steps, ends[-1] + settings.sync_every_at(len(ends))))
+    return [sync_every, steps, steps / (len(ends) - 1)]
+
+
 def sources() -> dict[str, Any]:
     """All names of marks."""
     study = (arm, claims, tuning, shipped, candidate, gap, equal_bytes)
-    own = (code, found, config, published, chosen, rows, plan, *study)
+    own = (code, found, config, published, chosen, rows, plan, sent_less, *study)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
     names |= {"median": statistics.median, "mean": statistics.fmean, "stdev": statistics.stdev}

@@ -85,7 +85,7 @@ def storages(callback, model):
 
 @pytest.mark.parametrize("wire_format", ["float32", "int8"])  # int8 leaves a residual too
 def test_the_end_of_a_fit_copies_nothing(wire_format):
-    seen, callback = [], alone(wire_format=wire_format)
+    seen, callback = [], alone(wire_format=wire_format, schedule=[])
     look = Each(lambda state: seen.append(storages(callback, state.model)))
     trainer = trainer_of(callback, look, max_duration="4ba")
     trainer.fit()

@@ -229,7 +229,8 @@ def documented_keys():
 
 def test_the_documented_metrics_are_logged_at_every_sync_and_no_others():
     logged = [InMemoryLogger(), InMemoryLogger()]
-    fit_groups(2, own=lambda group: {"loggers": logged[group]}, diloco={"digest_every": 1})
+    diloco = {"digest_every": 1, "schedule": []}
+    fit_groups(2, own=lambda group: {"loggers": logged[group]}, diloco=diloco)
     for metrics in (each.data for each in logged):
         keys = {key for key in metrics if key.startswith("diloco/")}
         assert keys == documented_keys() - {"diloco/global_digest"}  # numbers only
@@ -252,7 +253,7 @@ def test_the_documented_metrics_are_those_of_the_sync_report():
 
 def test_the_run_folder_has_a_line_for_every_sync_and_the_result(tmp_path):
     began = time.time()
-    diloco = {"run_dir": str(tmp_path), "digest_every": 2}
+    diloco = {"run_dir": str(tmp_path), "digest_every": 2, "schedule": []}
     fit = fit_alone(max_duration="5ba", diloco=diloco)
     folder = tmp_path / "replica_0"
     lines = syncs_of(folder)

@@ -120,7 +120,8 @@ def test_info_has_every_setting_and_none_is_left_out(client):
 def test_the_page_has_the_settings_as_a_config_writes_them(client):
     shown = client.get("/v1/page").json()["settings"]
     assert shown["fragment_patterns"] == '[["a*"], ["*"]]' and shown["schedule"] == (
-        "[{outer_step: 1, sync_every: 4}, {outer_step: 121, sync_every: 20}]"
+        "[{outer_step: 1, sync_every: 4, outer_lr: 1.0, outer_momentum: 0.0}, "
+        "{outer_step: 41, outer_lr: 0.7, outer_momentum: 0.5}, {outer_step: 121, sync_every: 20}]"
     )
     assert (shown["sync_every"], shown["wire_format"]) == ("20", "float32")
 

@@ -77,7 +77,7 @@ def test_outer_state_is_fp32_for_a_bf16_model():
         return state["theta"]["weight"].dtype, momentum.dtype, group.model.weight.dtype
 
     model = partial(Constant, 0.02, dtype=torch.bfloat16)
-    found = run(1, replica, model=model, sync_every=1)
+    found = run(1, replica, model=model, sync_every=1, schedule=[])
     assert found == [(torch.float32, torch.float32, torch.bfloat16)]
 
 
