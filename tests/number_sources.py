@@ -137,6 +137,45 @@ def shipped(model: str, inner: str, groups: int, without: tuple[int, ...] = ()) 
     return defaults.above(job, done, defaults.CHOSEN, without)
 
 
+@cache
+def gains(name: str, of: str = "all") -> Values:
+    """The gains of a candidate of the study of the warm-up, over one group alone.
+
+    Args:
+        name: Of the candidate.
+        of: ``rows``, ``jobs`` or ``all``.
+    """
+    with study_modules() as load:
+        warm, lines = load("warm"), load("lines")
+        rows = [job for job in warm.EVERY_JOB if isinstance(job, warm.Row)]
+        jobs = [job for job in warm.EVERY_JOB if job not in rows]
+        known = warm.Known(lines.read(lines.WARM), lines.read_all())
+        found = warm.gains_of(known, name, {"rows": rows, "jobs": jobs, "all": rows + jobs}[of])
+        return Values(
+            count=len(found),
+            below=sum(gain < 0 for gain in found),
+            least=found[0],
+            most=found[-1],
+            median=statistics.median(found),
+            worst_quarter=warm.worst_quarter(found),
+        )
+
+
+@cache
+def verdict() -> Values:
+    """How often what a group measures tells if its training gains by the other groups."""
+    with study_modules() as load:
+        found, lines, warm = load("verdict"), load("lines"), load("warm")
+        every = found.all_trainings(warm.Known(lines.read(lines.WARM), lines.read_all()))
+        shares = found.shares(every)
+        return Values(
+            count=len(every),
+            not_better=sum(not training.is_better for training in every),
+            bound=found.BETTER_ABOVE,
+            best=100 * max(max(own) for own in shares.values()),
+        )
+
+
 def candidate(name: str, of_all: bool = False) -> Any:
     """The gaps of a candidate for the defaults: see ``Summary``.
 
@@ -220,7 +259,7 @@ def sent_less(sync_every: int, steps: int) -> list[float]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    study = (arm, claims, tuning, shipped, candidate, gap, equal_bytes)
+    study = (arm, claims, tuning, shipped, candidate, gains, verdict, gap, equal_bytes)
     own = (code, found, config, published, chosen, rows, plan, sent_less, *study)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}

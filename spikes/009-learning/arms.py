@@ -258,40 +258,11 @@ SHOWN = (
     "2 groups, H = 30, warm-up, 3,600 steps",
     "4 groups, H = 30, warm-up, inner lr 0.012",
     "8 groups, H = 30, warm-up, inner lr 0.012",
-    "4 groups, H = 10, warm-up, inner lr 0.012",
     "8 groups, H = 10, warm-up, inner lr 0.012",
     "4 groups, H = 5, outer 0.9 and 0.3, inner lr 0.012",
     "4 groups of 8 samples, warm-up",
-    "8 groups of 8 samples, warm-up",
-    "2 groups, fp4",
 )
 """What docs/learning.md has; claims.md has all of them."""
-
-LINES = {
-    "H = 30": (
-        "1 group, H = 30",
-        "2 groups, H = 30",
-        "4 groups, H = 30",
-        "8 groups, H = 30",
-    ),
-    "H = 30, warm-up": (
-        "2 groups, H = 30, warm-up",
-        "4 groups, H = 30, warm-up",
-        "8 groups, H = 30, warm-up",
-    ),
-    "H = 30, warm-up, 8 samples in each group": (
-        "2 groups, H = 30, warm-up",
-        "4 groups of 8 samples, warm-up",
-        "8 groups of 8 samples, warm-up",
-    ),
-    "H = 30, warm-up, 3,600 steps": (
-        "2 groups, H = 30, warm-up, 3,600 steps",
-        "4 groups, H = 30, warm-up, 3,600 steps",
-        "8 groups, H = 30, warm-up, 3,600 steps",
-    ),
-    "H = 100, warm-up, 6,000 steps": ("2 groups, H = 100, warm-up, 6,000 steps",),
-}
-"""The lines of the picture of loss against the number of groups, and the arms of each."""
 
 SENT = {
     2: {

@@ -2,8 +2,8 @@
 
     python spikes/009-learning/report.py
 
-All of it is from ``results.jsonl`` and ``defaults.jsonl``. What stands between the markers in a
-document is replaced; the rest is prose, and stays.
+All of it is from ``results.jsonl``, ``defaults.jsonl``, ``warm.jsonl`` and ``picture.jsonl``. What
+stands between the markers in a document is replaced; the rest is prose, and stays.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import defaults
-from arms import ARMS, CURVES, DATA_PARALLEL_MUON, HELD_OUT, LINES, SENT, SHOWN, Arm
+import picture
+import warm
+from arms import ARMS, CURVES, DATA_PARALLEL_MUON, SENT, SHOWN, Arm
 from cells import CLAIM_SEEDS, EARLY_STEPS, TUNING_SEEDS, Cell
-from lines import read_all
+from lines import WARM, read, read_all
 from paired import Difference, compare
 
 from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
@@ -44,10 +45,6 @@ class Results:
         lines = [self.lines.get(cell.with_seed(seed).key) for seed in seeds]
         curves = [line["loss"] for line in lines if line is not None]
         return [statistics.fmean(values) / 0.693147 for values in zip(*curves, strict=True)]
-
-    def held_out(self, cell: Cell) -> list[float]:
-        """The held-out loss along the run, in bits per byte; empty if it has not been trained."""
-        return self.lines.get(cell.with_seed(CLAIM_SEEDS[0]).key, {}).get("held_out", [])
 
     def above(self, arm: Arm) -> Difference | None:
         """How far an arm lies above what it is compared with."""
@@ -123,15 +120,15 @@ def _order(cell: Cell) -> tuple[Any, ...]:
     return (*kind, cell.lr, cell.outer_lr)
 
 
-def as_shipped(results: Results) -> str:
-    """The table of the jobs in which the defaults are measured."""
-    return defaults.shipped(results.lines)
+def gained(results: Results) -> str:
+    """The table of what ships beside one group alone."""
+    return warm.gains(warm.Known(read(WARM), results.lines))
 
 
 def with_tables(document: Path, results: Results) -> str:
     """Return the text of one of the documents with its tables as the results have them."""
     tables = {
-        DOCUMENT: {"shipped": as_shipped, "arms": shown},
+        DOCUMENT: {"gains": gained, "arms": shown},
         CLAIMS: {"claims": claims},
         TRIED: {"tuning": tuning},
     }
@@ -143,47 +140,6 @@ def with_tables(document: Path, results: Results) -> str:
             raise ValueError(f"{document} has no place for {name}: write {begin} and {end} into it")
         text = f"{head}{begin}\n\n{table(results)}\n\n{end}{rest.partition(end)[2]}"
     return text
-
-
-def draw(results: Results, folder: Path) -> None:
-    """Draw held-out loss against tokens, and above data parallel against the number of groups."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, groups) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for name, cell in HELD_OUT.items():
-        curve = results.held_out(cell)
-        xs = [(index + 1) * cell.curve * cell.batch * 128 / 1e6 for index in range(len(curve))]
-        curves.plot(xs, curve, "o-", label=name, linewidth=1.2, markersize=3)
-    curves.set(xlabel="million bytes trained on", ylabel="held-out loss, bits per byte")
-    curves.legend(fontsize=8)
-    for place, (name, shown) in enumerate(_by_groups(results).items()):
-        groups.errorbar(
-            [k * (1 + 0.03 * (place - 1)) for k, _ in shown],  # side by side
-            [above.mean for _, above in shown],
-            yerr=[(above.high - above.low) / 2 for _, above in shown],
-            marker="o",
-            capsize=3,
-            label=name,
-        )
-    groups.axhline(0, color="0.6", linewidth=0.8)
-    groups.set_xscale("log", base=2)
-    groups.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
-    groups.set(xlabel="replica groups", ylabel="loss above data parallel, %")
-    groups.legend(fontsize=8, loc="upper left")
-    groups.set_ylim(-2.5, 18)
-    figure.savefig(folder / "learning.png", dpi=110)
-
-
-def _by_groups(results: Results) -> dict[str, list[tuple[int, Difference]]]:
-    """For each line of the picture the numbers of groups, and how far those lie above."""
-    arms, lines = {arm.name: arm for arm in ARMS}, {}
-    for line, names in LINES.items():
-        found = [(arms[name].cell.groups, results.above(arms[name])) for name in names]
-        lines[line] = [(k, above) for k, above in found if above is not None]
-    return lines
 
 
 PARAMS = 443648
@@ -204,7 +160,7 @@ def bytes_sent(cell: Cell, groups: int) -> float:
 
 
 def draw_bytes(results: Results, folder: Path) -> None:
-    """Draw held-out loss against bytes sent: the picture of README."""
+    """Draw held-out loss against bytes sent: docs/learning.md."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,7 +218,7 @@ def main() -> None:
     for document in (DOCUMENT, CLAIMS, TRIED):
         document.write_text(with_tables(document, results))
     if any(results.bits(arm.cell) for arm in ARMS):
-        draw(results, DOCUMENT.parent)
+        picture.draw(read(picture.LINES), picture.PICTURE)
         draw_bytes(results, DOCUMENT.parent)
         draw_curves(results, DOCUMENT.parent)
     print(claims(results))

@@ -119,6 +119,18 @@ def tried(trainings: Sequence[Training], numbers: Sequence[float | None]) -> Ite
             yield right(best_rule(*parts[True]), *parts[False])
 
 
+def shares(trainings: Sequence[Training]) -> dict[str, list[float]]:
+    """How often a rule on each number is right, after each of ``FIRST_SYNCS``."""
+    by_first = [[numbers_of(each.syncs, first) for each in trainings] for first in FIRST_SYNCS]
+    return {
+        name: [
+            statistics.fmean(tried(trainings, [own[name] for own in numbers]))
+            for numbers in by_first
+        ]
+        for name in numbers_of((), 0)
+    }
+
+
 def report(known: Known) -> str:
     """How often a rule on each of the numbers is right."""
     every = all_trainings(known)
@@ -126,11 +138,8 @@ def report(known: Known) -> str:
     rows = [f"{len(every)} trainings; {not_better} ended no better than one group alone", ""]
     rows += ["| number | " + " | ".join(f"{first} syncs" for first in FIRST_SYNCS) + " |"]
     rows += ["|---" * (len(FIRST_SYNCS) + 1) + "|"]
-    by_first = [[numbers_of(each.syncs, first) for each in every] for first in FIRST_SYNCS]
-    for name in numbers_of((), 0):
-        shares = [[*tried(every, [own[name] for own in each])] for each in by_first]
-        cells = [f"{statistics.fmean(own):.0%}" if own else "-" for own in shares]
-        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    for name, own in shares(every).items():
+        rows.append(f"| {name} | " + " | ".join(f"{share:.0%}" for share in own) + " |")
     steady = Rule(0.1, is_above=True)
     last = [_mean([row[0] for row in each.syncs[-20:] if row[0] is not None]) for each in every]
     share = right(steady, last, [each.is_better for each in every])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
@@ -227,8 +227,42 @@ def losses(job: Job | Row, known: Known) -> dict[str, dict[int, float]]:
 def means(job: Job | Row, known: Known) -> dict[str, float]:
     """The losses of both references and all candidates, over the seeds that all of them have."""
     bits = losses(job, known)
-    seeds = set.intersection(*(set(bits.get(name, ())) for name in NAMES))
+    seeds = seeds_of(bits)
     return {name: statistics.fmean(bits[name][seed] for seed in seeds) for name in NAMES if seeds}
+
+
+def seeds_of(bits: Mapping[str, Mapping[int, float]]) -> set[int]:
+    """The seeds that both references and all candidates have."""
+    return set.intersection(*(set(bits.get(name, ())) for name in NAMES))
+
+
+def gain_of(mean: Mapping[str, float], name: str) -> float | None:
+    """The gain of a candidate, of what ``means`` has returned."""
+    return gain(mean[ALONE], mean[BASE], mean[name])
+
+
+def gains(known: Known) -> str:
+    """What ships beside one group alone, in the trainings as somebody may begin them: a table."""
+    rows = [
+        "| groups, steps, rate | seeds | data parallel, bits | one alone | as it ships | gain |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in ROWS:
+        mean = means(row, known)
+        own = gain_of(mean, CHOSEN) if mean else None
+        if own is not None:
+            seeds = len(seeds_of(losses(row, known)))
+            bits = " | ".join(f"{mean[name]:.3f}" for name in (BASE, ALONE, CHOSEN))
+            what = f"{row.groups}, {row.steps:,}, {row.lr:g}"
+            rows.append(f"| {what} | {seeds} | {bits} | {own:.2f} |")
+    return "\n".join(rows)
+
+
+def gains_of(known: Known, name: str, jobs: Iterable[Job | Row] = EVERY_JOB) -> list[float]:
+    """The gains of a candidate, in those of the jobs that have one, the least first."""
+    every = (means(job, known) for job in jobs)
+    found = (gain_of(mean, name) for mean in every if mean)
+    return sorted(value for value in found if value is not None)
 
 
 def report(known: Known) -> str:
@@ -246,7 +280,7 @@ def report(known: Known) -> str:
         others = ", ".join(f"{bits[name][1]:.3f}" for name in OTHER_RATES if 1 in bits[name])
         row = f"| {job.name} | {mean[BASE]:.3f} | {mean[ALONE]:.3f} | {others or '-'} |"
         for name in CANDIDATES:
-            own = gain(mean[ALONE], mean[BASE], mean[name])
+            own = gain_of(mean, name)
             if own is None:
                 row += f" ({100 * (mean[name] / mean[ALONE] - 1):+.1f} %) |"
             else:
@@ -254,14 +288,15 @@ def report(known: Known) -> str:
                 found[name].append(own)
         rows.append(row)
     count = len(found[MOMENTUM_AT_ONCE])
-    for which, summary in (("worst quarter", _worst_quarter), ("median", statistics.median)):
+    for which, summary in (("worst quarter", worst_quarter), ("median", statistics.median)):
         if count:
             numbers = " | ".join(f"{summary(found[name]):+.2f}" for name in CANDIDATES)
             rows.append(f"| {which} of {count} | | | | {numbers} |")
     return "\n".join(rows)
 
 
-def _worst_quarter(values: list[float]) -> float:
+def worst_quarter(values: Sequence[float]) -> float:
+    """The mean of the smallest quarter of the gains, rounded up to whole jobs."""
     return statistics.fmean(sorted(values)[: math.ceil(len(values) / 4)])
 
 
