@@ -137,15 +137,16 @@ RUNS = {
 def test_two_groups_are_bitwise_vanilla_diloco_whatever_the_buckets():
     expected = digests_of_vanilla_diloco()
     assert len(set(expected)) == ROUNDS
-    for group in run_groups(train_on_draws, runs=list(RUNS.values())):
+    runs = [{"schedule": [], **settings} for settings in RUNS.values()]
+    for group in run_groups(train_on_draws, runs=runs):
         assert dict(zip(RUNS, group, strict=True)) == dict.fromkeys(RUNS, expected)
 
 
 STREAMING = {"num_fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
 SETTINGS = [
-    {"wire_format": wire_format, **schedule}
+    {"wire_format": wire_format, "schedule": [], **timing}
     for wire_format in ("bfloat16", "int8", "fp4")
-    for schedule in ({}, STREAMING)
+    for timing in ({}, STREAMING)
 ]
 
 
