@@ -44,6 +44,24 @@ def test_all_candidates_have_the_rounds_that_ship_and_the_chosen_one_all_that_sh
                     assert own.outer_numbers_at(step) == ships.outer_numbers_at(step)
 
 
+def test_the_pictures_groups_are_as_shipped_and_evaluated_at_the_end_of_rounds(load):
+    picture, lines = load("picture"), load("lines")
+    ships = DiLoCoSettings(sync_every=20)
+    ends = set(itertools.accumulate(ships.sync_every_at(n) for n in range(1, 99)))
+    for name, cell in picture.cells().items():
+        assert set(range(cell.curve, cell.steps + 1, cell.curve)) <= ends
+        if "groups" in name and cell.groups:
+            own = settings_of(load, cell)
+            assert cell.batch == 8 * cell.groups
+            for step in range(1, 200):
+                assert own.sync_every_at(step) == ships.sync_every_at(step)
+                assert own.outer_numbers_at(step) == ships.outer_numbers_at(step)
+            assert picture.times_fewer(cell) == 600 / 78
+    curves = picture.curves(lines.read(picture.LINES))
+    assert curves.keys() == picture.cells().keys()
+    assert {len(curve) for curve in curves.values()} == {30}
+
+
 def test_the_warm_ups_numbers_are_those_worked_out_by_hand(load):
     warm, cells = load("warm"), load("cells")
     named = warm.candidates(cells.Cell(), 2, 20)
