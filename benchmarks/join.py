@@ -100,7 +100,7 @@ def train(
         inner.step()
         syncs.append((began, time.monotonic()))
 
-    with DiLoCo(manager, model, inner, sync_every=1, num_replicas=2):
+    with DiLoCo(manager, model, inner, sync_every=1, schedule=[], num_replicas=2):
         sync()
         sync()  # the first ones allocate and connect
         syncs.clear()
@@ -142,7 +142,7 @@ def join_again_and_again(
     for turn in range(arguments.turns):
         began = time.monotonic()
         manager = _manager(arguments, rank, f"zz-joiner-{turn}")
-        diloco = DiLoCo(manager, model, inner, sync_every=1)
+        diloco = DiLoCo(manager, model, inner, sync_every=1, schedule=[])
         with diloco:
             joins.append((began, time.monotonic()))
             if not diloco.has_joined_others:

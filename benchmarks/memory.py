@@ -40,7 +40,8 @@ def measure(kind: str, params: int, device: str, backup_device: str | None, out:
     inner = Still(model.parameters())
     before = _read("status", "VmRSS")
     if kind == "ours":
-        diloco: Any = DiLoCo(manager, model, inner, sync_every=1, backup_device=backup_device)
+        given = {"sync_every": 1, "schedule": [], "backup_device": backup_device}
+        diloco: Any = DiLoCo(manager, model, inner, **given)
     else:
         from torchft.local_sgd import DiLoCo as StockDiLoCo
 

@@ -61,7 +61,10 @@ def measure(
         inner = Still(model.parameters())
 
         manager = SimulatedManager(SharedBuffer(1, (), None), 0)
-        kinds[kind] = DiLoCo(manager, model, inner, None, 1, ranks=dist.group.WORLD), inner
+        kinds[kind] = (
+            DiLoCo(manager, model, inner, None, 1, schedule=[], ranks=dist.group.WORLD),
+            inner,
+        )
     with kinds["shared"][0], kinds["whole"][0]:
         for repetition in range(arguments.repetitions + 1):
             if repetition == 1:

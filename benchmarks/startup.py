@@ -106,7 +106,7 @@ class Joins:
         bind = self._lighthouse_addr.removeprefix("http://")
         lighthouse, inner = start_lighthouse(bind=bind, min_replicas=1), Still(model.parameters())
         manager = self._manager("trainer")
-        with DiLoCo(manager, model, inner, sync_every=1):
+        with DiLoCo(manager, model, inner, sync_every=1, schedule=[]):
             inner.step()
             self._barrier.wait()
             while not self._store.check(["end"]):
@@ -125,7 +125,7 @@ class Joins:
             manager = self._manager(f"joiner-{turn}")
             taken["before"].append(time.perf_counter() - began)
             began = time.perf_counter()
-            diloco = DiLoCo(manager, model, inner, sync_every=1)
+            diloco = DiLoCo(manager, model, inner, sync_every=1, schedule=[])
             with diloco:
                 taken["from"].append(time.perf_counter() - began)
                 assert diloco.has_joined_others, "it has begun a run of its own"

@@ -133,6 +133,7 @@ def measure(
         model,
         inner,
         sync_every=1,
+        schedule=[],
         num_replicas=arguments.groups,
         wire_format=arguments.wire_format,
         backup_device=arguments.backup_device,

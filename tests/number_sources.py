@@ -176,18 +176,6 @@ def verdict() -> Values:
         )
 
 
-def candidate(name: str, of_all: bool = False) -> Any:
-    """The gaps of a candidate for the defaults: see ``Summary``.
-
-    Args:
-        name: Of the candidate.
-        of_all: Over the jobs in which all candidates have been trained, and not those that were
-            trained in more.
-    """
-    defaults, done = _defaults()
-    return defaults.summaries(done, defaults.NAMES if of_all else defaults.furthest(done))[1][name]
-
-
 def gap(name: str, *job: Any) -> float:
     """How far a candidate lies above data parallel in a job, as a mean over its seeds."""
     defaults, done = _defaults()
@@ -259,7 +247,7 @@ def sent_less(sync_every: int, steps: int) -> list[float]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    study = (arm, claims, tuning, shipped, candidate, gains, verdict, gap, equal_bytes)
+    study = (arm, claims, tuning, shipped, gains, verdict, gap, equal_bytes)
     own = (code, found, config, published, chosen, rows, plan, sent_less, *study)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}

@@ -84,8 +84,9 @@ def numbers_of(syncs: Syncs, first: int) -> dict[str, float | None]:
     }
 
 
-def _mean(values: Sequence[float], over: float | None = 1.0) -> float | None:
-    return statistics.fmean(values) / over if values and over else None
+def _mean(values: Sequence[float | None], over: float | None = 1.0) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) / over if known and over else None
 
 
 def best_rule(numbers: Sequence[float | None], are_better: Sequence[bool]) -> Rule:
@@ -141,7 +142,7 @@ def report(known: Known) -> str:
     for name, own in shares(every).items():
         rows.append(f"| {name} | " + " | ".join(f"{share:.0%}" for share in own) + " |")
     steady = Rule(0.1, is_above=True)
-    last = [_mean([row[0] for row in each.syncs[-20:] if row[0] is not None]) for each in every]
+    last = [_mean([row[0] for row in each.syncs[-20:]]) for each in every]
     share = right(steady, last, [each.is_better for each in every])
     rows += ["", f"`steady`, by its last 20 syncs: {share:.0%}"]
     return "\n".join(rows)
