@@ -130,7 +130,9 @@ class DiLoCoSettings:
         check_integer("num_fragments", self.num_fragments, at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
             check_integer(name, getattr(self, name), at_least=0)
-        _check_scheduled({k: v for k, v in vars(self).items() if v is not None})
+        numbers = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+        given = {name: value for name, value in numbers.items() if value is not None}
+        _check_scheduled({"sync_every": self.sync_every, **given})
         self._check_patterns()
         self._choose()
         check_choice("weight_by", self.weight_by, get_args(WeightBy))

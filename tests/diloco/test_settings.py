@@ -18,6 +18,7 @@ from composer_replication.settings import MAX_ROWS, DiLoCoSettings, value_at
     ({"sync_every": 2, "num_fragments": 3},
      "sync_every=2 is not divisible by num_fragments=3: use 3"),
     ({"sync_every": 0}, "sync_every=0: use an integer of at least 1"),
+    ({"sync_every": None}, "sync_every=None: use an integer of at least 1"),
     ({"sync_every": 2.5}, "sync_every=2.5: use an integer of at least 1"),
     ({"sync_every": True}, "sync_every=True: use an integer of at least 1"),
     ({"sync_every": 10, "num_fragments": 2, "fragment_sync_delay": 10},
