@@ -162,6 +162,15 @@ def gains(name: str, of: str = "all") -> Values:
 
 
 @cache
+def picture() -> Values:
+    """What README's picture shows: the gain of four groups, and the number of its seeds."""
+    with study_modules() as load:
+        its, lines = load("picture"), load("lines")
+        done = lines.read(its.LINES)
+        return Values(gain=its.gain_of_four(done), seeds=len(its.seeds_of(done)))
+
+
+@cache
 def verdict() -> Values:
     """How often what a group measures tells if its training gains by the other groups."""
     with study_modules() as load:
@@ -247,7 +256,7 @@ def sent_less(sync_every: int, steps: int) -> list[float]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    study = (arm, claims, tuning, shipped, gains, verdict, gap, equal_bytes)
+    study = (arm, claims, tuning, shipped, gains, picture, verdict, gap, equal_bytes)
     own = (code, found, config, published, chosen, rows, plan, sent_less, *study)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
