@@ -39,7 +39,7 @@ from slow_links.star import Star, enter
 from still import Still, build_model
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from still import Still, build_model
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 

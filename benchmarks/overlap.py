@@ -28,7 +28,7 @@ from results import command_line, count, report
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 
 QUICK = {"params": 2_000_000, "turns": 2, "sync_every": 20}

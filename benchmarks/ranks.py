@@ -26,8 +26,8 @@ from results import command_line, count, report
 from still import Still, build_model
 from torch import Tensor
 
+from composer_replication import DiLoCo
 from composer_replication.diloco import global_parameters
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.shared_buffer import SharedBuffer
 
@@ -61,10 +61,10 @@ def measure(
         inner = Still(model.parameters())
 
         manager = SimulatedManager(SharedBuffer(1, (), None), 0)
-        kinds[kind] = (
-            DiLoCo(manager, model, inner, None, 1, schedule=[], ranks=dist.group.WORLD),
-            inner,
+        loop = DiLoCo(
+            manager, model, inner, sync_every=1, schedule=[], ranks=dist.group.WORLD
         )
+        kinds[kind] = loop, inner
     with kinds["shared"][0], kinds["whole"][0]:
         for repetition in range(arguments.repetitions + 1):
             if repetition == 1:

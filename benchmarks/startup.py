@@ -35,7 +35,7 @@ from rich.progress import track
 from slow_links.links import Link, LinkError, Network
 from still import Still, build_model
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 

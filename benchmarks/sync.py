@@ -38,7 +38,7 @@ from still import Still, build_model
 from torch import nn
 from torch.distributed import ReduceOp
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.diloco.shards import BUCKET
 from composer_replication.settings import WIRE_FORMATS
 

@@ -24,7 +24,7 @@ from groups import Times, run_groups
 from results import command_line, report
 from still import Still, build_model
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 
 SCHEDULES: dict[str, dict[str, Any]] = {

@@ -1,10 +1,11 @@
-"""Arguments: checks of single values, and functions whose arguments are the fields of a dataclass.
+"""What functions of ours are given: names and defaults of keywords, and checks of single values.
 
 Each error contains the name, the value and the fix. Imports nothing of ours.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
 import functools
 import inspect
@@ -12,123 +13,106 @@ import json
 import math
 import os
 import re
+import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from itertools import pairwise
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
-Self = TypeVar("Self")
-Result = TypeVar("Result")
-Part = TypeVar("Part")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-REMOVED: dict[str, str] = {
-    "connect_timeout": "leave it out, connecting may take 5 s, and timeout limits the rest",
-    "heartbeat_interval_s": "leave it out, it is a third of the coordinator's "
-    "--heartbeat-timeout-s",
-    "bucket_cap_mb": "leave it out, messages have up to 64 MiB",
-    "error_feedback": "leave it out, rounding errors are always kept for the next sync",
-    "pin_memory": "leave it out, memory is pinned where there is an accelerator",
-    "max_missed_outer_steps": "leave it out, a group that missed an outer step loses the inner "
-    "steps since its last sync",
-    "outer_schedule": "write its rows as schedule: [{outer_step: 61, outer_lr: 0.5, "
-    "outer_momentum: 0.9}]",
-    "warmup_outer_steps": "give the short rounds as sync_every, and schedule: [{outer_step: "
-    "warmup_outer_steps + 1, sync_every: ...}]",
-    "warmup_sync_every": "give it as sync_every, and the later rounds as schedule: [{outer_step: "
-    "warmup_outer_steps + 1, sync_every: ...}]",
-    "merge": "leave it out, the groups' pseudo-gradients are averaged",
-    "quorum_retries": "leave it out, a lighthouse that is away is asked again four times a second",
-    "quorum_timeout": "leave it out, give_up_after_s limits the whole wait for a quorum",
-    "tls_dir": (
-        "run the groups in a private network (docs/security.md has a recipe with WireGuard), and "
-        "give the coordinator --ssl-certfile and --ssl-keyfile for HTTPS"
-    ),
-    "heal_inner_state": "leave it out, a joiner keeps its own inner optimizer state",
-    "run_id": "name the runs of your loggers yourself, for example with ${oc.env:REPLICA_GROUP_ID}",
-    "verbose": "leave it out, and choose by the level of the logger composer_replication",
-    "on_bad_state": "a checkpoint that cannot be resumed is an error that says what to do",
-}
-"""Arguments of the previous version that are gone, and what to use in place of each."""
+# ---- keywords: a TypedDict has the type, the default and the description of each ----------------
 
 
-class _Decorator(Protocol[P]):
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Self, ...], Result], /
-    ) -> Callable[Concatenate[Self, P], Result]: ...
-
-    @overload
-    def __call__(self, function: Callable[..., Result], /) -> Callable[P, Result]: ...
-
-
-def takes(arguments: Callable[P, Any]) -> _Decorator[P]:
-    """Give a function, or a method, the arguments of a dataclass's constructor.
-
-    The function is written with ``**keywords``, and ``*positional`` if some fields are not
-    keyword-only. It receives what its caller has given and nothing else, and usually begins with
-    ``arguments = TheDataclass(**keywords)``. To the caller, to ``inspect.signature``, to ``help``
-    and to a type checker it looks as if it had written out all fields, with their types, defaults
-    and descriptions.
+def defaults_of(keywords: type) -> dict[str, Any]:
+    """The default of each keyword: it stands behind the type, as in ``Annotated[int, 100]``.
 
     Args:
-        arguments: The dataclass. Its docstring, and those of the dataclasses it inherits from,
-            describe the fields under ``Args:``.
+        keywords: A TypedDict, whose module does without ``from __future__ import annotations``.
+    """
+    return {name: kind.__metadata__[0] for name, kind in keywords.__annotations__.items()}
+
+
+def among(values: Mapping[str, Any], keywords: type) -> dict[str, Any]:
+    """Those of the values whose names are keywords of a TypedDict."""
+    return {name: value for name, value in values.items() if name in keywords.__annotations__}
+
+
+def check_names(named: Iterable[str], keywords: type, function: str) -> None:
+    """Reject a keyword that a function does not take.
 
     Raises:
-        TypeError: From the function, if a keyword is none of the fields; it names the closest one.
+        TypeError: It names the closest keyword.
     """
-    constructor = inspect.signature(arguments)
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        name = function.__qualname__.removesuffix(".__init__")
-
-        @functools.wraps(function)
-        def checked(*positional: Any, **keywords: Any) -> Any:
-            for keyword in keywords:
-                if keyword not in signature.parameters:
-                    raise TypeError(_unknown(keyword, name, constructor.parameters))
-            return function(*positional, **keywords)
-
-        own = inspect.signature(function).parameters.values()
-        kept = [each for each in own if each.kind is each.POSITIONAL_OR_KEYWORD]
-        signature = constructor.replace(
-            parameters=[*kept, *constructor.parameters.values()],
-            return_annotation=function.__annotations__.get("return", inspect.Signature.empty),
-        )
-        checked.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-        checked.__annotations__ = {
-            each.name: each.annotation
-            for each in signature.parameters.values()
-            if each.annotation is not each.empty
-        }
-        checked.__doc__ = f"{inspect.getdoc(function) or ''}\n\nArgs:\n{descriptions(arguments)}"
-        return checked
-
-    return decorate  # pyright: ignore[reportReturnType]
+    known = keywords.__annotations__
+    for name in named:
+        if name not in known:
+            close = closest(name, known)
+            hint = f"did you mean {close}?" if close else f"use one of {', '.join(known)}"
+            raise TypeError(f"{name} is no argument of {function}: {hint}")
 
 
-def pick(kind: Callable[..., Part], values: Mapping[str, Any]) -> Part:
-    """Build a dataclass from those of the values that are fields of it."""
-    names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
-    return kind(**{name: values[name] for name in names if name in values})
+def shows(keywords: type) -> Callable[[Function], Function]:
+    """Have ``help`` and ``inspect.signature`` show the keywords of a function's ``**named``.
+
+    Type checkers and editors read them from the annotation, ``**named: Unpack[TheKeywords]``.
+
+    Args:
+        keywords: The same TypedDict.
+    """
+
+    def add(function: Function) -> Function:
+        own = inspect.signature(function)
+        kept = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        defaults = defaults_of(keywords)
+        more = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=getattr(kind.__origin__, "__forward_arg__", kind.__origin__),
+            )
+            for name, kind in keywords.__annotations__.items()
+        ]
+        function.__signature__ = own.replace(parameters=[*kept, *more])  # pyright: ignore
+        # The keywords are the last arguments: their descriptions continue a section Args.
+        text, _, rest = (inspect.getdoc(function) or "").partition("\n\nRaises:\n")
+        lines = [
+            textwrap.fill(f"{name}: {' '.join(each.split())}", 96, subsequent_indent="    ")
+            for name, each in descriptions_of(keywords).items()
+        ]
+        described = textwrap.indent("\n".join(lines), "    ")
+        text += "\n" if "\nArgs:\n" in text else "\n\nArgs:\n"
+        text += described
+        function.__doc__ = f"{text}\n\nRaises:\n{rest}" if rest else text
+        return function
+
+    return add
 
 
-def _unknown(keyword: str, function: str, known: Mapping[str, Any]) -> str:
-    if keyword in REMOVED:
-        return f"{keyword} has been removed from {function}: {REMOVED[keyword]}"
-    close = closest(keyword, known)
-    hint = f"did you mean {close}?" if close else f"use one of {', '.join(known)}"
-    return f"{keyword} is no argument of {function}: {hint}"
+def descriptions_of(keywords: type) -> dict[str, str]:
+    """The text under each keyword of a TypedDict, as it stands in the source."""
+    module = sys.modules[keywords.__module__]
+    statement = _classes_of(inspect.getsource(module))[keywords.__name__]
+    found: dict[str, str] = {}
+    for base in statement.bases:  # a TypedDict forgets its bases
+        assert isinstance(base, ast.Name), "a TypedDict's base is a name"
+        if base.id != "TypedDict":
+            found |= descriptions_of(getattr(module, base.id))
+    for one, other in pairwise(statement.body):
+        match one, other:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                found[name] = str(text)
+    return found
 
 
-def descriptions(arguments: Any) -> str:
-    """The lines below ``Args:`` of a function, or of a dataclass and those it inherits from."""
-    sections = []
-    for kind in reversed(getattr(arguments, "__mro__", (arguments,))):
-        _, found, rest = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
-        if found:
-            sections.append(rest.partition("\n\n")[0])
-    return "\n".join(sections)
+@functools.cache
+def _classes_of(source: str) -> dict[str, ast.ClassDef]:
+    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+
+
+# ---- texts --------------------------------------------------------------------------------------
 
 
 def in_yaml(value: object) -> str:
@@ -142,6 +126,9 @@ def closest(name: object, known: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(str(name), [*known], n=1, cutoff=0.5)), None)
 
 
+# ---- values -------------------------------------------------------------------------------------
+
+
 def check_types(values: Any) -> None:
     """Reject values of a dataclass that do not have their field's type, as YAML may give them.
 
@@ -150,9 +137,9 @@ def check_types(values: Any) -> None:
     """
     for field in fields(values):
         value = getattr(values, field.name)
-        if field.type == "bool" and not isinstance(value, bool):
+        if field.type is bool and not isinstance(value, bool):
             raise ValueError(f"{field.name}={value!r}: use true or false")
-        if field.type == "str | None" and not isinstance(value, str | os.PathLike | None):
+        if field.type == str | None and not isinstance(value, str | os.PathLike | None):
             raise ValueError(f"{field.name}={value!r}: use a text in quotes")
 
 

@@ -49,7 +49,7 @@ from composer_replication.plan import (
     plan_table,
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import DEFAULTS, DiLoCoSettings
 from composer_replication.training.config import (
     ConfigError,
     diloco_section,
@@ -198,7 +198,7 @@ def plan(
     link: str = "1Gbit",
     rtt: float = 0.0,
     host_s_per_param: float = HOST_S_PER_PARAM,
-    sync_every: int = DiLoCoSettings.sync_every,
+    sync_every: int = DEFAULTS["sync_every"],
     num_fragments: int = 2,
     fragment_sync_delay: int = 5,
     share: float = 0.95,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -21,12 +21,12 @@ try:
 except ModuleNotFoundError as error:
     raise named_extra("DiLoCoTrainerCallback", error) from None
 
-from composer_replication.arguments import takes
+from composer_replication.arguments import shows
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller
 from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE
-from composer_replication.group.host import GroupArguments, check_is_one
+from composer_replication.group.host import GroupKeywords, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.hf_job import TrainerJob, check_parallelism
@@ -53,14 +53,21 @@ class DiLoCoTrainerCallback(TrainerCallback):
             trainer = Trainer(model, args, train_dataset=data, callbacks=[diloco])
 
     Raises:
+        TypeError: A keyword is neither a setting nor an option.
         ValueError: An argument is out of range.
     """
 
-    @takes(GroupArguments)
-    def __init__(self, **arguments: Any) -> None:
+    @shows(GroupKeywords)
+    def __init__(self, *, manager: Any = None, **named: Unpack[GroupKeywords]) -> None:
+        """Check the arguments.
+
+        Args:
+            manager: A manager to use for one training, for simulations. None: build one.
+        """
         self._job = TrainerJob()
-        self._group = self._job.group = ReplicaGroup(self._job, arguments)
-        self._manager = arguments.get("manager")
+        self._group = ReplicaGroup(self._job, named, "DiLoCoTrainerCallback")
+        self._job.group = self._group
+        self._manager = manager
         self._evaluations_left = 0
         self._is_terminated = False
 

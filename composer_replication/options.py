@@ -1,20 +1,20 @@
 """A replica group's own options, and the environment that fills them. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypedDict, Unpack, get_args
 
 from composer_replication.arguments import (
-    REMOVED,
     check_choice,
     check_integer,
+    check_names,
     check_seconds,
     check_types,
+    defaults_of,
+    shows,
 )
 
 if TYPE_CHECKING:
@@ -28,12 +28,6 @@ BACKEND = "COMPOSER_REPLICATION_BACKEND"
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
 """The fix if a job of several groups was started as a plain program."""
 
-REMOVED_VARIABLES = {
-    "COMPOSER_REPLICATION_TLS_DIR": REMOVED["tls_dir"],
-    "COMPOSER_REPLICATION_RUN_ID": REMOVED["run_id"],
-}
-"""Environment variables of the previous version that are gone, and what to use instead."""
-
 
 class DuplicateIdError(ValueError):
     """Another replica group has this one's ``replica_id``. The name may be free the next time."""
@@ -43,114 +37,158 @@ OnStartTimeout = Literal["error", "start"]
 """What a cold start does if too few replica groups are connected after ``start_timeout_s``."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WaitOptions:
-    """For how many other replica groups a group waits, and for how long.
+class WaitKeywords(TypedDict, total=False):
+    """For how many other replica groups a group waits, and for how long."""
 
-    Args:
-        num_replicas: How many groups a cold start waits for, this one included. A group that finds
-            others in training joins them, whatever their number. None: 1.
-        give_up_after_s: How long to wait for a quorum, or for ``min_replica_size`` groups, before
-            an error is raised, in seconds. None: without a limit. The log says what is missing.
+    num_replicas: Annotated[int | None, None]
+    """How many groups a cold start waits for, this one included. A group that finds others in
+    training joins them, whatever their number. None: 1.
+    """
+
+    give_up_after_s: Annotated[float | None, None]
+    """How long to wait for a quorum, or for ``min_replica_size`` groups, before an error is raised,
+    in seconds. None: without a limit. The log says what is missing.
+    """
+
+
+class SyncKeywords(WaitKeywords, total=False):
+    """One replica group's own options of ``DiLoCo``."""
+
+    start_timeout_s: Annotated[float, 600.0]
+    """How long a cold start waits for the other groups, in seconds."""
+
+    on_start_timeout: Annotated[OnStartTimeout, "error"]
+    """What happens after that: ``error``, or ``start`` with those connected."""
+
+    hang_timeout_s: Annotated[float | None, None]
+    """How long this group may go without a completed step, sync, save or evaluation batch, in
+    seconds. After that its process counts as hung and ends, with a traceback of every thread in its
+    log. A process that is busy gets five times as long, and one that waits for other groups gets an
+    hour and ``timeout`` in addition. ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
+    """
+
+    backup_device: Annotated["torch.device | str | None", None]
+    """Where global parameters and outer momentum rest between syncs, 8 bytes a parameter. ``cpu``
+    for a model that leaves no room for them on its accelerator: a sync then brings them there in
+    parts. None: where the model is.
+    """
+
+    digest_every: Annotated[int, 0]
+    """Every how many outer steps the groups compare digests of their global parameters, and reports
+    contain the ``global_digest``; 0: never.
+    """
+
+    same_samples: Annotated[bool, False]
+    """Whether this group is meant to train on the same samples as others. If it is not, a warning
+    at the first sync names the groups that do.
+    """
+
+
+class ManagerKeywords(WaitKeywords, total=False):
+    """How a replica group reaches the others: the options of ``make_manager``."""
+
+    replica_id: Annotated[str | int | None, None]
+    """Name of this replica group, different in each (``check_replica_id``). None:
+    ``REPLICA_GROUP_ID``; a group that trains alone is ``0`` without it.
+    """
+
+    lighthouse_addr: Annotated[str | None, None]
+    """``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else that of the
+    coordinator. Without either of them ``num_replicas`` has to be 1, and the group trains alone,
+    without a network.
+    """
+
+    min_replica_size: Annotated[int, 1]
+    """Fewest groups in a quorum that may commit; equal in all groups."""
+
+    timeout: Annotated[float, 60.0]
+    """Limit of a collective, a vote and a heal's download, in seconds."""
+
+    hostname: Annotated[str | None, None]
+    """How peers reach this machine. Its store, manager, process group and peer server listen on
+    that address, if it is an address of this machine. None: ``COMPOSER_REPLICATION_HOSTNAME``, else
+    the address from which this machine reaches the lighthouse; if that is a loopback address, its
+    host name and every interface.
+    """
+
+    backend: Annotated[Literal["gloo", "nccl"] | None, None]
+    """How groups average, equal in all of them: ``gloo``, through host memory, or ``nccl`` between
+    GPUs. Over NCCL nobody can say who has died, and what hangs ends only after ``timeout``. None:
+    ``COMPOSER_REPLICATION_BACKEND``, else gloo.
+    """
+
+
+class OptionKeywords(SyncKeywords, ManagerKeywords, total=False):
+    """All options of one replica group, those of a trainer's callback: :class:`ReplicaOptions`."""
+
+    coordinator_addr: Annotated[str | None, None]
+    """``http://host:port`` of the coordinator, whose settings this group takes. None:
+    ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
+    """
+
+    final_sync: Annotated[bool, True]
+    """Whether training ends with a sync of the steps since the last one. After it the model holds
+    the global parameters.
+    """
+
+    eval_weights: Annotated[Literal["global", "local"], "global"]
+    """Which parameters evaluators see: the ``global`` ones, or this group's ``local`` ones."""
+
+    run_dir: Annotated[str | None, None]
+    """The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written."""
+
+
+@dataclass(frozen=True, init=False)
+class ReplicaOptions:
+    """The options of one replica group, checked.
+
+    An option that is None comes from the environment if ``ReplicaEnv`` has a variable for it.
 
     Raises:
+        TypeError: A keyword is no option; the message has the closest one.
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
-    num_replicas: int | None = None
-    give_up_after_s: float | None = None
+    num_replicas: int | None
+    give_up_after_s: float | None
+    start_timeout_s: float
+    on_start_timeout: OnStartTimeout
+    hang_timeout_s: float | None
+    backup_device: "torch.device | str | None"
+    digest_every: int
+    same_samples: bool
+    replica_id: str | int | None
+    lighthouse_addr: str | None
+    min_replica_size: int
+    timeout: float
+    hostname: str | None
+    backend: Literal["gloo", "nccl"] | None
+    coordinator_addr: str | None
+    final_sync: bool
+    eval_weights: Literal["global", "local"]
+    run_dir: str | None
 
-    def __post_init__(self) -> None:
+    @shows(OptionKeywords)
+    def __init__(self, **named: Unpack[OptionKeywords]) -> None:
+        check_names(named, OptionKeywords, "ReplicaOptions")
+        for name, value in (defaults_of(OptionKeywords) | named).items():
+            object.__setattr__(self, name, value)
         check_types(self)
-        if self.num_replicas is not None:
-            check_integer("num_replicas", self.num_replicas, at_least=1)
-        if self.give_up_after_s is not None:
-            check_seconds("give_up_after_s", self.give_up_after_s)
-
-    @property
-    def num_awaited(self) -> int:
-        """How many groups a cold start waits for, this one included."""
-        return self.num_replicas or 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class DiLoCoOptions(WaitOptions):
-    """One replica group's own options of ``DiLoCo``.
-
-    Args:
-        start_timeout_s: How long a cold start waits for the other groups, in seconds.
-        on_start_timeout: What happens after that: ``error``, or ``start`` with those connected.
-        hang_timeout_s: How long this group may go without a completed step, sync, save or
-            evaluation batch, in seconds. After that its process counts as hung and ends, with a
-            traceback of every thread in its log. A process that is busy gets five times as long,
-            and one that waits for other groups gets an hour and ``timeout`` in addition.
-            ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
-        backup_device: Where global parameters and outer momentum rest between syncs, 8 bytes a
-            parameter. ``cpu`` for a model that leaves no room for them on its accelerator: a sync
-            then brings them there in parts. None: where the model is.
-        digest_every: Every how many outer steps the groups compare digests of their global
-            parameters, and reports contain the ``global_digest``; 0: never.
-        same_samples: Whether this group is meant to train on the same samples as others. If it is
-            not, a warning at the first sync names the groups that do.
-
-    Raises:
-        ValueError: A value is out of range; the message has the value and the fix.
-    """
-
-    start_timeout_s: float = 600.0
-    on_start_timeout: OnStartTimeout = "error"
-    hang_timeout_s: float | None = None
-    backup_device: torch.device | str | None = None
-    digest_every: int = 0
-    same_samples: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_seconds("start_timeout_s", self.start_timeout_s)
-        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
-        if self.hang_timeout_s is not None and self.hang_timeout_s != math.inf:
-            check_seconds("hang_timeout_s", self.hang_timeout_s, alternative="inf for never")
-        check_integer("digest_every", self.digest_every, at_least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ManagerOptions(WaitOptions):
-    """How a replica group reaches the others.
-
-    Args:
-        replica_id: Name of this replica group, different in each (``check_replica_id``). None:
-            ``REPLICA_GROUP_ID``; a group that trains alone is ``0`` without it.
-        lighthouse_addr: ``http://host:port`` of the lighthouse. None: ``TORCHFT_LIGHTHOUSE``, else
-            that of the coordinator. Without either of them ``num_replicas`` has to be 1, and the
-            group trains alone, without a network.
-        min_replica_size: Fewest groups in a quorum that may commit; equal in all groups.
-        timeout: Limit of a collective, a vote and a heal's download, in seconds.
-        hostname: How peers reach this machine. Its store, manager, process group and peer server
-            listen on that address, if it is an address of this machine. None:
-            ``COMPOSER_REPLICATION_HOSTNAME``, else the address from which this machine reaches the
-            lighthouse; if that is a loopback address, its host name and every interface.
-        backend: How groups average, equal in all of them: ``gloo``, through host memory, or
-            ``nccl`` between GPUs. Over NCCL nobody can say who has died, and what hangs ends only
-            after ``timeout``. None: ``COMPOSER_REPLICATION_BACKEND``, else gloo.
-
-    Raises:
-        ValueError: A value is out of range; the message has the value and the fix.
-    """
-
-    replica_id: str | int | None = None
-    lighthouse_addr: str | None = None
-    min_replica_size: int = 1
-    timeout: float = 60.0
-    hostname: str | None = None
-    backend: Literal["gloo", "nccl"] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
+        for name in ("min_replica_size", "num_replicas"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), at_least=1)
+        check_integer("digest_every", self.digest_every, at_least=0)
         check_seconds("timeout", self.timeout)
-        check_integer("min_replica_size", self.min_replica_size, at_least=1)
+        check_seconds("start_timeout_s", self.start_timeout_s)
+        if self.give_up_after_s is not None:
+            check_seconds("give_up_after_s", self.give_up_after_s)
+        if self.hang_timeout_s is not None and self.hang_timeout_s != math.inf:
+            check_seconds("hang_timeout_s", self.hang_timeout_s, alternative="inf for never")
+        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
         check_choice("backend", self.backend, (None, "gloo", "nccl"))
+        check_choice("eval_weights", self.eval_weights, ("global", "local"))
         if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
             raise ValueError(
                 f"min_replica_size={self.min_replica_size} is above num_replicas="
@@ -158,9 +196,15 @@ class ManagerOptions(WaitOptions):
             )
 
     @property
+    def num_awaited(self) -> int:
+        """How many groups a cold start waits for, this one included."""
+        return self.num_replicas or 1
+
+    @property
     def is_alone(self) -> bool:
         """Whether this group trains without a network: it is the only one of its run."""
-        return self.num_replicas == 1 and self.lighthouse_addr is None
+        names_no_other = self.lighthouse_addr is None and self.coordinator_addr is None
+        return self.num_replicas == 1 and names_no_other
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
         """Fill the options that are None from the environment; an argument beats a variable."""
@@ -169,40 +213,6 @@ class ManagerOptions(WaitOptions):
         own = replace(self, **{name: v for name, v in vars(env).items() if name in unset})
         is_nameless = own.is_alone and own.replica_id is None
         return replace(own, replica_id="0") if is_nameless else own
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplicaOptions(DiLoCoOptions, ManagerOptions):
-    """All options of one replica group; those of ``DiLoCo`` and ``make_manager`` are among them.
-
-    An option that is None comes from the environment if ``ReplicaEnv`` has a variable for it.
-
-    Args:
-        coordinator_addr: ``http://host:port`` of the coordinator, whose settings this group takes.
-            None: ``COMPOSER_REPLICATION_COORDINATOR``, else the run has no coordinator.
-        final_sync: Whether training ends with a sync of the steps since the last one. After it the
-            model holds the global parameters.
-        eval_weights: Which parameters evaluators see: the ``global`` ones, or this group's
-            ``local`` ones.
-        run_dir: The run's folder. None: ``COMPOSER_REPLICATION_RUN_DIR``, else nothing is written.
-
-    Raises:
-        ValueError: A value is out of range; the message has the value and the fix.
-    """
-
-    coordinator_addr: str | None = None
-    final_sync: bool = True
-    eval_weights: Literal["global", "local"] = "global"
-    run_dir: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice("eval_weights", self.eval_weights, ("global", "local"))
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this group trains without a network: it is the only one of its run."""
-        return super().is_alone and self.coordinator_addr is None
 
 
 @dataclass(frozen=True)
@@ -242,20 +252,17 @@ class ReplicaEnv:
         return self.tokens[0] if self.tokens else None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> ReplicaEnv:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the variables.
 
         Args:
             environ: The environment. None: that of this process.
 
         Raises:
-            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, the
-                time until a hang is not a number, or a variable is set that is gone.
+            ValueError: ``NUM_REPLICA_GROUPS`` is not a positive integer, a token is malformed, or
+                the time until a hang is not a number.
         """
         environ = os.environ if environ is None else environ
-        for name, instead in REMOVED_VARIABLES.items():
-            if environ.get(name):
-                raise ValueError(f"{name}={environ[name]!r} has been removed: {instead}")
         count = environ.get("NUM_REPLICA_GROUPS")
         if count is not None and (not count.isdecimal() or int(count) < 1):
             raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
@@ -283,7 +290,7 @@ def _seconds(environ: Mapping[str, str], name: str) -> float | None:
         raise ValueError(f"{name}={text!r}: use a number of seconds, or inf") from None
 
 
-def replica_id_of(options: ManagerOptions) -> str:
+def replica_id_of(options: ReplicaOptions) -> str:
     """The name of this group.
 
     Raises:
@@ -298,7 +305,7 @@ def replica_id_of(options: ManagerOptions) -> str:
     return str(options.replica_id)
 
 
-def lighthouse_of(options: ManagerOptions) -> str:
+def lighthouse_of(options: ReplicaOptions) -> str:
     """The address of this group's lighthouse.
 
     Raises:

@@ -3,22 +3,22 @@
 Imports neither torch nor Composer.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from composer_replication.arguments import (
-    REMOVED,
     check_choice,
     check_integer,
+    check_names,
     check_number,
     check_types,
     closest,
+    defaults_of,
     in_yaml,
+    shows,
 )
 
 WireFormatName = Literal["float32", "bfloat16", "int8", "fp4"]
@@ -32,6 +32,7 @@ AUTO = "auto"
 """A value of ``round_seconds``: as long as the fastest group takes for ``sync_every`` steps."""
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.5
+"""What ``outer_lr`` and ``outer_momentum`` are if they are not given."""
 
 SHORT_ROUNDS = 60
 """How many rounds at the start have a fifth of ``sync_every``, if no schedule is given."""
@@ -48,84 +49,128 @@ ROUNDS_FOR_MOMENTUM = 20
 the number of rounds that a pseudo-gradient acts for."""
 
 
-@dataclass(frozen=True, kw_only=True)
+class SettingKeywords(TypedDict, total=False):
+    """The settings of one run as one writes them, with their defaults: :class:`DiLoCoSettings`."""
+
+    sync_every: Annotated[int, 100]
+    """Inner steps in a round. Every fragment is synchronised once a round."""
+
+    round_seconds: Annotated[float | Literal["auto"] | None, None]
+    """Make a round a time instead of a number of inner steps, for groups of unequal speed: each
+    takes as many inner steps as it can in that time, in seconds, and all arrive at a sync together.
+    ``auto``: as long as the fastest group takes for ``sync_every`` inner steps. No group takes more
+    than ``sync_every``, nor fewer than a tenth of it. None: all groups take ``sync_every`` inner
+    steps.
+    """
+
+    num_fragments: Annotated[int, 1]
+    """Number of fragments that the model is cut into, at block boundaries. 1 is DiLoCo (arXiv
+    2311.08105), more is Streaming DiLoCo (arXiv 2501.18512).
+    """
+
+    fragment_patterns: Annotated[Sequence[str | Sequence[str]] | None, None]
+    """Instead of ``num_fragments``: one entry per fragment, each a shell pattern over parameter
+    names or a list of patterns, for example ``["*blocks.0.*", ["*blocks.1.*", "*"]]``. A parameter
+    belongs to the first fragment that matches it. A LoRA parameter that no pattern matches is also
+    matched under the name that PEFT saves it with (``lora_A.weight``, without the adapter's name).
+    """
+
+    fragment_sync_delay: Annotated[int, 0]
+    """Inner steps between computing a fragment's pseudo-gradient and applying the outer step (tau
+    in 2501.18512), below ``sync_every / num_fragments``: one fragment is in flight at a time. With
+    0 the sync waits for the allreduce at once.
+    """
+
+    fragment_update_alpha: Annotated[float | None, None]
+    """The share of the local parameters that a sync keeps: ``local = alpha * local + (1 - alpha) *
+    global`` (2501.18512, alg. 2), in [0, 1]. None: 0.5 with a delay, 0 without. With a delay, 0
+    throws away the inner steps taken meanwhile.
+    """
+
+    outer_lr: Annotated[float | None, None]
+    """Learning rate of the outer SGD. None: 0.7."""
+
+    outer_momentum: Annotated[float | None, None]
+    """Momentum of the outer SGD, in [0, 1). The published 0.9 (arXiv 2311.08105) is for trainings
+    of many rounds, and overshoots in short ones. None: 0.5.
+    """
+
+    outer_nesterov: Annotated[bool, True]
+    """Whether that momentum is Nesterov's."""
+
+    schedule: Annotated[Rows | None, None]
+    """Rows such as ``{outer_step: 61, sync_every: 30}``, each with any of ``sync_every``,
+    ``outer_lr`` and ``outer_momentum``. They hold for the outer step of that number, with the inner
+    steps before it, and for all after it, until a row changes them again. Each sync of a fragment
+    is an outer step. Momentum 0 forgets the momentum so far. None: the first ``PLAIN_ROUNDS``
+    rounds of each fragment end in a plain average (``outer_lr`` 1, no momentum), unless one of the
+    two is given, since the first pseudo-gradients of a fresh model soon point elsewhere. And the
+    first ``SHORT_ROUNDS`` have a fifth of ``sync_every``, since groups drift apart most while the
+    loss falls fast (post-local SGD, arXiv 1808.07217); rounds that are a time, or shorter than
+    ``SHORT_BELOW``, stay. An empty list: no schedule.
+    """
+
+    weight_by: Annotated[WeightBy | None, None]
+    """The contribution of a group that has trained: 1 (``uniform``), its inner steps (``steps``),
+    its samples (``samples``) or its tokens (``tokens``) since the fragment was last synchronised.
+    With ``uniform`` a joiner's first round counts fully, although the joiner has trained in only a
+    part of it. With ``steps`` it counts as much as the joiner has trained. None: ``steps`` with
+    ``round_seconds``, ``uniform`` without.
+    """
+
+    sync_buffers: Annotated[SyncBuffers, "mean"]
+    """How the model's persistent buffers are treated, such as BatchNorm's running statistics.
+    ``mean``: they are part of the global state. Floating-point buffers are averaged with the
+    parameters. All groups take integer, boolean and infinite ones from the first group of each
+    sync, as they were when that group sent them. ``none``: each group keeps its own, and the groups
+    end with different models if they differ.
+    """
+
+    wire_format: Annotated[WireFormatName, "float32"]
+    """The format of pseudo-gradients on the network: ``float32``, or ``bfloat16``, ``int8`` or
+    ``fp4`` in half, a quarter or an eighth of the bytes. Sums are in fp32 in any case, and each
+    group adds its rounding error to its next pseudo-gradient (error feedback).
+    """
+
+    max_sync_retries: Annotated[int, 8]
+    """How often in a row a sync that did not commit is retried."""
+
+
+DEFAULTS = defaults_of(SettingKeywords)
+
+
+@dataclass(frozen=True, init=False)
 class DiLoCoSettings:
-    """The settings of one run, equal in every replica group.
+    """The settings of one run, checked, equal in every replica group.
 
-    ``DiLoCo`` and ``DiLoCoCallback`` take these arguments, and the groups compare them, as the
-    fingerprint, when they join.
-
-    Args:
-        sync_every: Inner steps in a round. Every fragment is synchronised once a round.
-        round_seconds: Make a round a time instead of a number of inner steps, for groups of unequal
-            speed: each takes as many inner steps as it can in that time, in seconds, and all arrive
-            at a sync together. ``auto``: as long as the fastest group takes for ``sync_every``
-            inner steps. No group takes more than ``sync_every``, nor fewer than a tenth of it.
-            None: all groups take ``sync_every`` inner steps.
-        num_fragments: Number of fragments that the model is cut into, at block boundaries. 1 is
-            DiLoCo (arXiv 2311.08105), more is Streaming DiLoCo (arXiv 2501.18512).
-        fragment_patterns: Instead of ``num_fragments``: one entry per fragment, each a shell
-            pattern over parameter names or a list of patterns, for example
-            ``["*blocks.0.*", ["*blocks.1.*", "*"]]``. A parameter belongs to the first fragment
-            that matches it. A LoRA parameter that no pattern matches is also matched under the
-            name that PEFT saves it with (``lora_A.weight``, without the adapter's name).
-        fragment_sync_delay: Inner steps between computing a fragment's pseudo-gradient and applying
-            the outer step (tau in 2501.18512), below ``sync_every / num_fragments``: one fragment
-            is in flight at a time. With 0 the sync waits for the allreduce at once.
-        fragment_update_alpha: The share of the local parameters that a sync keeps:
-            ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2), in [0, 1]. None:
-            0.5 with a delay, 0 without. With a delay, 0 throws away the inner steps taken
-            meanwhile.
-        outer_lr: Learning rate of the outer SGD. None: 0.7.
-        outer_momentum: Momentum of the outer SGD, in [0, 1). The published 0.9 (arXiv 2311.08105)
-            is for trainings of many rounds, and overshoots in short ones. None: 0.5.
-        outer_nesterov: Whether that momentum is Nesterov's.
-        schedule: Rows such as ``{outer_step: 61, sync_every: 30}``, each with any of
-            ``sync_every``, ``outer_lr`` and ``outer_momentum``. They hold for the outer step of
-            that number, with the inner steps before it, and for all after it, until a row changes
-            them again. Each sync of a fragment is an outer step. Momentum 0 forgets the momentum
-            so far. None: the first ``PLAIN_ROUNDS`` rounds of each fragment end in a plain average
-            (``outer_lr`` 1, no momentum), unless one of the two is given, since the first
-            pseudo-gradients of a fresh model soon point elsewhere. And the first
-            ``SHORT_ROUNDS`` have a fifth of ``sync_every``, since groups drift apart most while the
-            loss falls fast (post-local SGD, arXiv 1808.07217); rounds that are a time, or shorter
-            than ``SHORT_BELOW``, stay. An empty list: no schedule.
-        weight_by: The contribution of a group that has trained: 1 (``uniform``), its inner steps
-            (``steps``), its samples (``samples``) or its tokens (``tokens``) since the fragment was
-            last synchronised. With ``uniform`` a joiner's first round counts fully, although the
-            joiner has trained in only a part of it. With ``steps`` it counts as much as the joiner
-            has trained. None: ``steps`` with ``round_seconds``, ``uniform`` without.
-        sync_buffers: How the model's persistent buffers are treated, such as BatchNorm's running
-            statistics. ``mean``: they are part of the global state. Floating-point buffers are
-            averaged with the parameters. All groups take integer, boolean and infinite ones from
-            the first group of each sync, as they were when that group sent them. ``none``: each
-            group keeps its own, and the groups end with different models if they differ.
-        wire_format: The format of pseudo-gradients on the network: ``float32``, or ``bfloat16``,
-            ``int8`` or ``fp4`` in half, a quarter or an eighth of the bytes. Sums are in fp32 in
-            any case, and each group adds its rounding error to its next pseudo-gradient (error
-            feedback).
-        max_sync_retries: How often in a row a sync that did not commit is retried.
+    The groups compare them, as the fingerprint, when they join. What may be left open, as None, has
+    been chosen here, so that equal settings are equal however they were written.
 
     Raises:
+        TypeError: A keyword is no setting; the message has the closest one.
         ValueError: A value is out of range; the message has the value and the fix.
     """
 
-    sync_every: int = 100
-    round_seconds: float | Literal["auto"] | None = None
-    num_fragments: int = 1
-    fragment_patterns: Sequence[str | Sequence[str]] | None = None
-    fragment_sync_delay: int = 0
-    fragment_update_alpha: float = cast(float, None)  # a number once __post_init__ has run
-    outer_lr: float = cast(float, None)  # likewise
-    outer_momentum: float = cast(float, None)  # likewise
-    outer_nesterov: bool = True
-    schedule: Sequence[Mapping[str, Any]] = cast(Rows, None)  # likewise
-    weight_by: WeightBy = cast(WeightBy, None)  # likewise
-    sync_buffers: SyncBuffers = "mean"
-    wire_format: WireFormatName = WIRE_FORMATS[0]
-    max_sync_retries: int = 8
+    sync_every: int
+    round_seconds: float | Literal["auto"] | None
+    num_fragments: int
+    fragment_patterns: Sequence[str | Sequence[str]] | None
+    fragment_sync_delay: int
+    fragment_update_alpha: float
+    outer_lr: float
+    outer_momentum: float
+    outer_nesterov: bool
+    schedule: Rows
+    weight_by: WeightBy
+    sync_buffers: SyncBuffers
+    wire_format: WireFormatName
+    max_sync_retries: int
 
-    def __post_init__(self) -> None:
+    @shows(SettingKeywords)
+    def __init__(self, **named: Unpack[SettingKeywords]) -> None:
+        check_names(named, SettingKeywords, "DiLoCoSettings")
+        for name, value in (DEFAULTS | named).items():
+            object.__setattr__(self, name, value)
         check_types(self)
         check_integer("num_fragments", self.num_fragments, at_least=1)
         for name in ("fragment_sync_delay", "max_sync_retries"):
@@ -546,7 +591,5 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
         compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
     return [
-        f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now"
-        for key in differing(mine, saved)
-        if key not in REMOVED
+        f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now" for key in differing(mine, saved)
     ]

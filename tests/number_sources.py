@@ -50,13 +50,14 @@ def read_results(folder: Path = RESULTS) -> dict[str, Values]:
 
 @cache
 def code(name: str, within: str = "") -> Any:
-    """The number that a line of the package gives a name: a constant, or a field's default.
+    """The number that a line of the package gives a name: a constant, or a keyword's default.
 
     Args:
         name: It has to have one value in these modules.
         within: A part of their paths.
     """
-    line = re.compile(rf"^ *{name}\b[^=\n]*= (\(?[-\d.e*, ]+\)?)", re.MULTILINE)
+    number = r"(\(?[-\d.e*, ]+\)?)"
+    line = re.compile(rf"^ *{name}\b(?:[^=\n]*= |: Annotated\[.*, ){number}", re.MULTILINE)
     found = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
     modules = [PACKAGE / path for path in found if within in path.as_posix()]
     values = {value for path in modules for value in line.findall(path.read_text())}

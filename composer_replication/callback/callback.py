@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Unpack
 
 from composer import Callback, Event, Logger, State, Trainer
 from composer.loggers import LoggerDestination
 
-from composer_replication.arguments import takes
+from composer_replication.arguments import shows
 from composer_replication.callback.checkpoint_savers import check_load_path
 from composer_replication.callback.composer_job import (
     ComposerJob,
@@ -20,7 +20,7 @@ from composer_replication.callback.composer_job import (
 )
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.group.host import GroupArguments, check_is_one
+from composer_replication.group.host import GroupKeywords, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.options import ReplicaOptions
@@ -31,9 +31,10 @@ class DiLoCoCallback(Callback):
     """Make a Composer ``Trainer`` one replica group of a DiLoCo run.
 
     Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
-    ``torchrun``. The arguments are those of :class:`DiLoCoSettings`, which have to be equal in all
-    groups, and those of ``ReplicaOptions``, which may differ. ``replica_id``, ``num_replicas``,
-    ``lighthouse_addr`` and ``run_dir`` default to environment variables. With ``num_replicas=1``
+    ``torchrun``. It takes the settings of the run by name (``SettingKeywords``), which have to be
+    equal in all groups, and the options of the group (``OptionKeywords``), which may differ.
+    ``replica_id``, ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment
+    variables. With ``num_replicas=1``
     and no lighthouse the job trains alone, without a network.
 
     Example:
@@ -77,11 +78,17 @@ class DiLoCoCallback(Callback):
     ===============================  ===================================================
     """
 
-    @takes(GroupArguments)
-    def __init__(self, **arguments: Any) -> None:
+    @shows(GroupKeywords)
+    def __init__(self, *, manager: Any = None, **named: Unpack[GroupKeywords]) -> None:
+        """Check the arguments.
+
+        Args:
+            manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
+        """
         self._job = job = ComposerJob()
-        self._group = job.group = job.averages.group = ReplicaGroup(job, arguments)
-        self._manager = arguments.get("manager")
+        self._group = ReplicaGroup(job, named, "DiLoCoCallback")
+        job.group = job.averages.group = self._group
+        self._manager = manager
         self._is_loading = False
         own = type(self)  # a subclass may have more handlers than this class
         self._unhandled = {e for e in Event if getattr(own, e.value) is getattr(Callback, e.value)}

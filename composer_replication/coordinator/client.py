@@ -15,7 +15,6 @@ from urllib.parse import quote
 import httpx
 import tenacity
 
-from composer_replication.arguments import pick
 from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, RunInfo
 from composer_replication.options import DuplicateIdError
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
@@ -180,7 +179,8 @@ class CoordinatorClient:
                 way round.
         """
         answer = self.ask("GET", "/v1/info", fields=_INFO)
-        return pick(RunInfo, answer | {"settings": self._settings_of(answer["settings"])})
+        answer["settings"] = self._settings_of(answer["settings"])
+        return RunInfo(**{field.name: answer[field.name] for field in dataclasses.fields(RunInfo)})
 
     def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
         """Check that no living group has a name. Takes up to half the heartbeat timeout.
@@ -241,7 +241,8 @@ class CoordinatorClient:
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
         """The lease of a number in a stream, from ``epoch`` or an earlier one."""
         body = {"number": number, "epoch": epoch}
-        return pick(Lease, self.ask("POST", f"/v1/streams/{stream}/leases", body, _LEASE))
+        answer = self.ask("POST", f"/v1/streams/{stream}/leases", body, _LEASE)
+        return Lease(**{name: answer[name] for name in _LEASE})
 
     def reopen_stream(self, stream: int, position: int, session: str) -> None:
         """Continue a stream from a checkpoint. Refused if its samples belong to others by now."""

@@ -8,13 +8,12 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from composer_replication import __version__
-from composer_replication.arguments import pick, takes
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
@@ -45,9 +44,8 @@ LOOK_EVERY_S = 2.0
 """How often the coordinator tries whether its lighthouse accepts connections, in seconds."""
 
 
-@dataclass(frozen=True)
-class CoordinatorArguments:
-    """All arguments of ``Coordinator``.
+class Coordinator:
+    """A running coordinator. Close it with ``shutdown``.
 
     Args:
         settings: DiLoCo settings of the run.
@@ -70,32 +68,6 @@ class CoordinatorArguments:
         all_start: Whether all groups start together with this service, see ``store_settings``.
         ssl_certfile: Certificate (PEM) with which to serve HTTPS. None: plain HTTP.
         ssl_keyfile: Private key of the certificate.
-    """
-
-    settings: DiLoCoSettings
-    source: str
-    _: KW_ONLY
-    num_replicas: int
-    min_replicas: int = 1
-    digest_every: int = 0
-    model_section: Mapping[str, Any] | None = None
-    record: Record | None = None
-    state_dir: Path
-    bind: str = "[::]:0"
-    hostname: str | None = None
-    tokens: Sequence[str] = ()
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
-    straggler_timeout_s: float = STRAGGLER_TIMEOUT_S
-    lighthouse_heartbeat_ms: int = 5_000
-    all_start: bool = False
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
-
-
-class Coordinator:
-    """A running coordinator. Close it with ``shutdown``.
-
-    Its arguments are those of :class:`CoordinatorArguments`.
 
     Raises:
         ValueError: ``bind`` is not an address, the certificate cannot be used, another process
@@ -104,54 +76,78 @@ class Coordinator:
         StorageError: The state cannot be read or written.
     """
 
-    @takes(CoordinatorArguments)
-    def __init__(self, *run: Any, **options: Any) -> None:
-        own = CoordinatorArguments(*run, **options)
+    def __init__(  # noqa: PLR0913 (all but two by name, and written once)
+        self,
+        settings: DiLoCoSettings,
+        source: str,
+        *,
+        num_replicas: int,
+        state_dir: Path,
+        min_replicas: int = 1,
+        digest_every: int = 0,
+        model_section: Mapping[str, Any] | None = None,
+        record: Record | None = None,
+        bind: str = "[::]:0",
+        hostname: str | None = None,
+        tokens: Sequence[str] = (),
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
+        lighthouse_heartbeat_ms: int = 5_000,
+        all_start: bool = False,
+        ssl_certfile: Path | None = None,
+        ssl_keyfile: Path | None = None,
+    ) -> None:
         raise_file_limit()
-        own.state_dir.mkdir(parents=True, exist_ok=True)
+        state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error below closes what is open by then
             # Without the lock, a second coordinator on this folder would receive no heartbeats of
             # the first one's groups, count them as dead and close their streams.
-            opened.callback(os.close, open_lock(own.state_dir, LOCK, "use another state folder"))
-            database = opened.enter_context(closing(Database(own.state_dir / STATE)))
+            opened.callback(os.close, open_lock(state_dir, LOCK, "use another state folder"))
+            database = opened.enter_context(closing(Database(state_dir / STATE)))
             events = Events(database)
-            store_settings(database, events, own.settings, own.source, own.all_start)
+            store_settings(database, events, settings, source, all_start)
             versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
-            registry = Registry(database, events, versions, own.heartbeat_timeout_s)
-            service = HttpService(own.bind, own.ssl_certfile, own.ssl_keyfile)
+            registry = Registry(database, events, versions, heartbeat_timeout_s)
+            service = HttpService(bind, ssl_certfile, ssl_keyfile)
             self._http = opened.enter_context(closing(service))
             lighthouse = _start_lighthouse_beside(
-                own.bind, own.straggler_timeout_s, own.lighthouse_heartbeat_ms
+                bind, straggler_timeout_s, lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
             opened.callback(_keep_up(lighthouse))
-            host, is_guessed = _reachable_as(own.bind, own.hostname)
+            host, is_guessed = _reachable_as(bind, hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
-            self.address = f"{'https' if own.ssl_certfile else 'http'}://{host}:{self._http.port}"
-            of_run = {
-                "settings_source": own.source,
-                "lighthouse_addr": self.lighthouse_addr,
-                "version": __version__,
-                "torchft": versions["torchft"],
-                "model_section": digests_of(own.model_section or {}),
-            }
+            self.address = f"{'https' if ssl_certfile else 'http'}://{host}:{self._http.port}"
+            info = RunInfo(
+                settings=settings,
+                settings_source=source,
+                num_replicas=num_replicas,
+                min_replicas=min_replicas,
+                lighthouse_addr=self.lighthouse_addr,
+                heartbeat_timeout_s=heartbeat_timeout_s,
+                version=__version__,
+                torchft=versions["torchft"],
+                digest_every=digest_every,
+                model_section=digests_of(model_section or {}),
+            )
             self._run = RunData(
-                info=pick(RunInfo, vars(own) | of_run),
+                info=info,
                 registry=registry,
                 streams=Streams(database, registry, events),
                 events=events,
                 is_host_guessed=is_guessed,
-                record=own.record,
+                record=record,
             )
             app = create_app(
                 self._run,
-                tokens=own.tokens,
-                hosts=None if own.tokens else _loopback_names(own.bind, own.hostname),
+                tokens=tokens,
+                hosts=None if tokens else _loopback_names(bind, hostname),
             )
             self._http.start(app)
             self._open = opened.pop_all()
-        self._registry, self._state_dir = registry, own.state_dir
+        self._registry = registry
+        self._state_dir = state_dir
 
     @property
     def is_serving(self) -> bool:

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from composer_replication.arguments import pick
+from composer_replication.arguments import among
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import (
     DiLoCoSettings,
+    SettingKeywords,
     SettingsMismatch,
     describe_difference,
     differing,
@@ -73,7 +74,7 @@ class RunInfo:
         """
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = asdict(self.settings) | options
-        mine = asdict(pick(DiLoCoSettings, named))
+        mine = asdict(DiLoCoSettings(**among(named, SettingKeywords)))
         mine |= {name: named.get(name) or value for name, value in options.items()}
         if names := [name for name in differing(mine, run) if named.get(name) is not None]:
             raise SettingsMismatch(

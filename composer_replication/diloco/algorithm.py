@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torchft.local_sgd
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torchft.manager import Manager
 
-from composer_replication.arguments import takes
-from composer_replication.diloco.arguments import (
-    DiLoCoArguments,
-    own_model,
-    settings_of,
-    tell_settings,
-)
+from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
+from composer_replication.diloco.construction import log_sizes, own_fragments, tell_settings
 from composer_replication.diloco.equal_samples import NUM_BATCHES, digest_of
-from composer_replication.diloco.fragments import WatchedModel, model_fingerprint
+from composer_replication.diloco.fragments import (
+    WatchedModel,
+    check_trained_by,
+    model_fingerprint,
+    synced_tensors,
+)
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
 from composer_replication.diloco.outer_loop import OuterLoop
-from composer_replication.diloco.outer_optimizer import describe
+from composer_replication.diloco.outer_optimizer import OuterOptimizer, describe
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
@@ -32,6 +34,8 @@ from composer_replication.diloco.saved_state import load_in_flight, load_saved_s
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.options import ReplicaOptions
+from composer_replication.settings import DiLoCoSettings
 
 __all__ = ["DiLoCo", "DivergenceError", "SyncError", "SyncReport"]
 
@@ -64,8 +68,26 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     Use it as a context manager around training. Entering it joins the other groups, and blocks
     until they are connected. Leaving it removes the hooks from the inner optimizer.
 
-    Its arguments are those of ``DiLoCoArguments``: what to train, the run's settings
-    (:class:`DiLoCoSettings`) and the group's options (``DiLoCoOptions``).
+    Args:
+        manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
+        model_fragments: The model, or a sequence of modules with one per fragment.
+        inner_optimizer: Trains the local parameters. Each of its steps is counted.
+        outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
+            ``torch.optim.Optimizer`` that moves them. None: SGD with ``outer_lr``,
+            ``outer_momentum`` and ``outer_nesterov``.
+        settings: The run's settings.
+        options: This group's options.
+        start_refusal: The reason why this group must not begin the run, for example because the run
+            has made outer steps already. The group then waits for one that has the run's state.
+            None: it may begin the run.
+        ranks: All ranks of this group. Under DDP all hold the same model, and each sends a share of
+            the pseudo-gradient. With an outer SGD, each holds and steps only that share of the
+            global parameters; any other outer optimizer gets whole tensors on every rank. Under
+            FSDP2 each sends the shard that it holds, and they decide together whether the group's
+            pseudo-gradient is finite. None: this rank alone, or with FSDP2 all ranks of the
+            default process group.
+        also_synced: Names of parameters that are frozen now and belong to the global state, since
+            they were trained when the run began.
 
     Raises:
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
@@ -80,32 +102,55 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
     """
 
-    @takes(DiLoCoArguments)
-    def __init__(self, *trained: Any, **named: Any) -> None:
-        self._arguments = arguments = DiLoCoArguments(*trained, **named)
-        self.settings = settings = settings_of(arguments, named)
-        owned = own_model(arguments, settings)
-        manager, model = arguments.manager, arguments.model_fragments
+    def __init__(
+        self,
+        manager: DiLoCoManager | Manager,
+        model_fragments: nn.Module | Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: OuterOptimizer | None = None,
+        *,
+        settings: DiLoCoSettings,
+        options: ReplicaOptions,
+        start_refusal: str | None = None,
+        ranks: ProcessGroup | None = None,
+        also_synced: Collection[str] = (),
+    ) -> None:
+        if settings.overlap_warning:
+            warnings.warn(settings.overlap_warning, stacklevel=3)
+        check_can_quantize(manager, settings.wire_format)
+        fragments = synced_tensors(model_fragments, settings, also_synced)
+        check_trained_by(fragments, inner_optimizer)
+        log_sizes(fragments)
+        owned = own_fragments(fragments, outer_optimizer, settings, options.backup_device, ranks)
+        self.settings = settings
+        self.options = options
+        self._start_refusal = start_refusal
         super().__init__(
             cast(Manager, manager),
             [nn.Module() for _ in owned],  # torchft's fragments stay empty; ours replace them
-            arguments.inner_optimizer,
+            inner_optimizer,
             [global_parameters.optimizer for global_parameters in owned],
             settings.sync_every,
             fragment_sync_delay=settings.fragment_sync_delay,
             fragment_update_alpha=settings.fragment_update_alpha,
         )
         synced = [global_parameters.local_tensors for global_parameters in owned]
-        self._watched = WatchedModel(model, synced)
+        self._watched = WatchedModel(model_fragments, synced)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
         }
         tell_settings(manager, synced, fingerprint)
         self._state = GlobalState(owned, fingerprint, settings)
-        self.hang_watch = HangWatch(arguments.hang_timeout_s or HANG_TIMEOUT_S)
+        self.hang_watch = HangWatch(options.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
-            cast(DiLoCoManager, manager), owned, self._state, settings, arguments, self.hang_watch
+            cast(DiLoCoManager, manager),
+            owned,
+            self._state,
+            settings,
+            options,
+            inner_optimizer,
+            self.hang_watch,
         )
         self._fragments = cast(Any, [self._outer])  # it syncs the fragment whose turn it is
         self.counts_steps = True
@@ -210,7 +255,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def _join(self) -> None:
         with self._outer.clock.blocking():
-            self.has_joined_others = join(self._outer, self._arguments)
+            self.has_joined_others = join(self._outer, self.options, self._start_refusal)
             self._follow_schedule()
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
@@ -293,7 +338,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             batch: This rank's batch: tensors in any containers.
         """
         batches = self._outer.peer_table.first_batches
-        if batches is not None and len(batches) < NUM_BATCHES and not self._arguments.same_samples:
+        if batches is not None and len(batches) < NUM_BATCHES and not self.options.same_samples:
             batches.append(digest_of(batch))
 
     def expect_last_step(self) -> None:

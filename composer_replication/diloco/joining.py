@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.flat_chunks import Chunk
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop
 from composer_replication.diloco.retry import StartBarrier
 from composer_replication.diloco.torchft_api import DiLoCoManager, fetched_state
+from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ PREPARATIONS = 3
 """How often a joiner prepares for the others' next sync, if they sync before it is ready."""
 
 
-def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
+def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
     """Obtain the global state before the first inner step, without contributing.
 
     At a cold start no group has a global state: all wait for each other and take the initial
@@ -31,8 +31,8 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
 
     Args:
         loop: The outer loop of this group.
-        arguments: Those of ``DiLoCo``: how a cold start waits for the others, and whether this
-            group may begin the run.
+        options: This group's options: how a cold start waits for the others.
+        start_refusal: Why this group must not begin the run. None: it may.
 
     Returns:
         Whether this group has joined others in training.
@@ -44,14 +44,14 @@ def join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
     """
     try:
         _prepare(loop)
-        return _join(loop, arguments)
+        return _join(loop, options, start_refusal)
     finally:
         loop.state.forget_staged()  # does nothing if a heal has used it
 
 
-def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
+def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
     manager, state, device = loop.manager, loop.state, loop.fragments[0].device
-    barrier = StartBarrier(manager, arguments)
+    barrier = StartBarrier(manager, options, start_refusal)
     while True:
         manager.start_quorum()
         barrier.check_failures()
@@ -60,7 +60,7 @@ def _join(loop: OuterLoop, arguments: DiLoCoArguments) -> bool:
             if _start(loop) if starts else manager.should_commit():
                 return False
         else:
-            if manager.num_participants() > 1 or arguments.num_awaited == 1:
+            if manager.num_participants() > 1 or options.num_awaited == 1:
                 _sync_as_joiner(loop)
                 if not loop.peer_table.are_all_joining:
                     state.ledger.stop_reading()  # resumed steps may be lost in part

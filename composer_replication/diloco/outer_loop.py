@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
@@ -24,6 +23,7 @@ from composer_replication.diloco.torchft_api import (
     ask_to_gather,
     longest_wait_s,
 )
+from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ class OuterLoop:
         global_parameters: Those of each fragment, in the order of their syncs.
         state: The global state of all fragments.
         settings: The run's settings.
-        arguments: What ``DiLoCo`` was built with.
+        options: This group's options.
+        inner_optimizer: Whose steps are counted.
         hang_watch: Allows a sync the time for which it may wait for others.
 
     Attributes:
@@ -62,17 +63,18 @@ class OuterLoop:
         global_parameters: Sequence[GlobalParameters],
         state: GlobalState,
         settings: DiLoCoSettings,
-        arguments: DiLoCoArguments,
+        options: ReplicaOptions,
+        inner_optimizer: torch.optim.Optimizer,
         hang_watch: HangWatch,
     ) -> None:
         self.manager = manager
         self.state = state
         self._settings = settings
-        self._arguments = arguments
+        self._options = options
+        self._inner_optimizer = inner_optimizer
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.round_length = RoundLength(settings)
-        count, digest_every = len(global_parameters), arguments.digest_every
-        self.peer_table = PeerTable(manager, state, count, digest_every)
+        self.peer_table = PeerTable(manager, state, len(global_parameters), options.digest_every)
         self.fragments = [
             FragmentSync(manager, index, globals_, settings, state, self.peer_table)
             for index, globals_ in enumerate(global_parameters)
@@ -99,7 +101,7 @@ class OuterLoop:
         self.inner_steps += 1
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step
-        rate = learning_rate(self._arguments.inner_optimizer)
+        rate = learning_rate(self._inner_optimizer)
         for fragment in self.fragments:
             fragment.unsynced.count(samples, rate)
 
@@ -176,7 +178,12 @@ class OuterLoop:
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        retries = SyncRetries(self.manager, self.state, self._arguments)
+        retries = SyncRetries(
+            self.manager,
+            self.state,
+            self._settings.max_sync_retries,
+            self._options.give_up_after_s,
+        )
         while self.in_flight is not None and not self.in_flight.committed:
             present = self.manager.num_participants()
             was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
@@ -250,7 +257,7 @@ class OuterLoop:
         """What a fragment's sync did. Every rank of the group makes it: norms are collectives."""
         mean, globals_, norms = fragment.mean, fragment.globals, fragment.globals.step_norms()
         moved, outer = fragment.total_contribution > 0, globals_.optimizer.param_groups[0]
-        has_digest = self.state.digest_is_due(self._arguments.digest_every)
+        has_digest = self.state.digest_is_due(self._options.digest_every)
         return SyncReport(
             outer_step=self.state.outer_step,
             fragment=fragment.fragment_id,
@@ -323,7 +330,7 @@ class OuterLoop:
         )
         self._forget_local(sick)
         self._take_global(sick)
-        _clear_state(self._arguments.inner_optimizer, None if sick == of_all else fragment)
+        _clear_state(self._inner_optimizer, None if sick == of_all else fragment)
 
     def _forget_local(self, fragments: Sequence[FragmentSync]) -> None:
         """What was trained here since the last syncs of these fragments is lost."""

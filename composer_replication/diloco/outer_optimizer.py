@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composer_replication.settings import OUTER_LR, OUTER_MOMENTUM
-
 OuterOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 """A function of a fragment's global parameters that returns the optimizer over them."""
 
@@ -17,9 +15,7 @@ LANES = 16
 differently than its single operations do, so those take the rest."""
 
 
-def nesterov_sgd(
-    lr: float = OUTER_LR, momentum: float = OUTER_MOMENTUM, nesterov: bool = True
-) -> OuterOptimizer:
+def nesterov_sgd(lr: float, momentum: float, nesterov: bool = True) -> OuterOptimizer:
     """The outer optimizer of DiLoCo (arXiv 2311.08105, section 3.1): SGD with Nesterov momentum.
 
     Without momentum Nesterov's rule is plain SGD, so ``nesterov`` then has no effect.

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from composer_replication.diloco.arguments import DiLoCoArguments
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
+from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
 
@@ -113,20 +113,24 @@ class SyncRetries:
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state.
-        arguments: Those of ``DiLoCo``: how many attempts that count may fail in a row, and how long
-            to wait for enough groups.
+        max_retries: How many attempts that count may fail in a row.
+        give_up_after_s: How long to wait for enough groups, in seconds. None: without a limit.
 
     Attributes:
         count: Attempts that did not commit although enough groups were connected.
     """
 
     def __init__(
-        self, manager: DiLoCoManager, state: GlobalState, arguments: DiLoCoArguments
+        self,
+        manager: DiLoCoManager,
+        state: GlobalState,
+        max_retries: int,
+        give_up_after_s: float | None,
     ) -> None:
         self._manager = manager
         self._state = state
-        self._waiting = Waiting("to sync", arguments.give_up_after_s)
-        self._max_retries = arguments.max_sync_retries
+        self._waiting = Waiting("to sync", give_up_after_s)
+        self._max_retries = max_retries
         self.count = 0
         self._num_unexplained = 0
         self._cause = ""
@@ -205,14 +209,18 @@ class StartBarrier:
 
     Args:
         manager: The torchft manager, or its simulated double.
-        arguments: Those of ``DiLoCo``: how many groups to wait for, for how long, what to do after
-            that, and whether this group may begin the run.
+        options: This group's options: how many groups to wait for, for how long, and what to do
+            after that.
+        start_refusal: Why this group must not begin the run. None: it may.
     """
 
-    def __init__(self, manager: DiLoCoManager, arguments: DiLoCoArguments) -> None:
+    def __init__(
+        self, manager: DiLoCoManager, options: ReplicaOptions, start_refusal: str | None
+    ) -> None:
         self._manager = manager
-        self._arguments = arguments
-        self._waiting = Waiting("for replica groups", arguments.start_timeout_s, log_after_s=2.0)
+        self._options = options
+        self._start_refusal = start_refusal
+        self._waiting = Waiting("for replica groups", options.start_timeout_s, log_after_s=2.0)
         self._can_commit = True
         self._failures = 0
         self._last_failure: str | None = None
@@ -237,23 +245,23 @@ class StartBarrier:
             NothingToContinueFromError: This group must not start, and every group that could hold
                 the run's state is connected.
         """
-        arguments, num_present = self._arguments, self._manager.num_participants()
-        is_enough = num_present >= arguments.num_awaited
-        starts_late = arguments.on_start_timeout == "start" and self._waiting.is_late
+        options, num_present = self._options, self._manager.num_participants()
+        is_enough = num_present >= options.num_awaited
+        starts_late = options.on_start_timeout == "start" and self._waiting.is_late
         self._can_commit = num_present >= self._manager._min_replica_size
-        vetoes = self._arguments.start_refusal is not None and self._manager.current_step() == 0
+        vetoes = self._start_refusal is not None and self._manager.current_step() == 0
         is_yes = self._can_commit and (is_enough or starts_late)
         # Summed, so that all groups see the same votes, and start together or not at all.
         votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
         self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if self._manager.errored() is not None:
             return False
-        situation = f"{num_present} of {arguments.num_awaited} replica groups are connected"
+        situation = f"{num_present} of {options.num_awaited} replica groups are connected"
         if not self._can_commit:
             situation += f", and min_replica_size={self._manager._min_replica_size}"
         num_yes, num_vetoes = votes.tolist()
         if vetoes:
-            situation += f", and none of them has the run's state. {self._arguments.start_refusal}"
+            situation += f", and none of them has the run's state. {self._start_refusal}"
             if is_enough:
                 raise NothingToContinueFromError(situation)
         if num_vetoes or not num_yes:
@@ -295,11 +303,11 @@ class StartBarrier:
             situation = f"the start did not commit: {cause}"
             self._last_failure = situation
             log.warning("The start did not commit: %s", cause)
-        arguments = self._arguments
-        may_start = arguments.on_start_timeout == "start" and arguments.start_refusal is None
+        options = self._options
+        may_start = options.on_start_timeout == "start" and self._start_refusal is None
         if self._waiting.is_late and not (may_start and self._can_commit):
             raise TimeoutError(
-                f"no start within start_timeout_s={arguments.start_timeout_s:g}: {situation}. "
+                f"no start within start_timeout_s={options.start_timeout_s:g}: {situation}. "
                 "Start the missing groups with the same lighthouse, or lower num_replicas"
             )
         self._waiting.log(lambda: situation)

@@ -50,8 +50,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     loop.resume(saved["inner_steps"])
     loop.round_length.load_state_dict(saved["round_length"])
     loop.peer_table.step_s = loop.round_length.step_s
-    if "usual_pace" in saved:  # an earlier version has none, and no learning rates either
-        loop.peer_table.usual_pace.load_state_dict(saved["usual_pace"])
+    loop.peer_table.usual_pace.load_state_dict(saved["usual_pace"])
     for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
         fragment.unsynced = Unsynced(*counted)
         if saved["residual"]:

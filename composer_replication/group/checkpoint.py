@@ -212,8 +212,7 @@ class CheckpointLayout:
             }
             optimizer = {"state": momenta, "param_groups": groups[index]}
             fragments.append({"theta": {n: theta[n] for n in names}, "optimizer": optimizer})
-        # A checkpoint of an earlier version has no usual_pace.
-        state = {key: progress[key] for key in _PLAIN if key in progress} | {
+        state = {key: progress[key] for key in _PLAIN} | {
             "in_flight": self._load_in_flight(saved["in_flight"]),
             "fragments": fragments,
             "residual": loaded["residual"],

@@ -1,30 +1,22 @@
-"""What a replica group asks of its trainer, and the arguments of a trainer's callback."""
+"""What a replica group asks of its trainer, and the keywords of a trainer's callback."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from composer_replication.options import ReplicaOptions
+from composer_replication.options import OptionKeywords
 from composer_replication.replica.ranks import world_size
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import SettingKeywords
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupArguments(ReplicaOptions, DiLoCoSettings):
-    """All arguments of a trainer's callback.
-
-    Args:
-        manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
-    """
-
-    manager: Any = None
+class GroupKeywords(SettingKeywords, OptionKeywords):
+    """The settings and options that a trainer's callback takes by name."""
 
 
 class Averages:

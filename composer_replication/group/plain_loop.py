@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Unpack
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torchft.manager import Manager
 
+from composer_replication.arguments import among, check_names, shows
 from composer_replication.diloco import algorithm
 from composer_replication.diloco.algorithm import SyncReport
+from composer_replication.diloco.construction import check_outer_settings
+from composer_replication.diloco.outer_optimizer import OuterOptimizer
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reports, rejections
 from composer_replication.group.run_folder import SAVED, WARNING, ReplicaFolder
-from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.options import ReplicaEnv, ReplicaOptions, SyncKeywords
 from composer_replication.replica.ranks import rank
+from composer_replication.settings import (
+    OUTER_LR,
+    OUTER_MOMENTUM,
+    DiLoCoSettings,
+    SettingKeywords,
+)
 
 
 class PlainLoop(Host):
@@ -40,13 +53,53 @@ class PlainLoop(Host):
         return None
 
 
+class DiLoCoKeywords(SettingKeywords, SyncKeywords):
+    """The settings and options that ``DiLoCo`` takes by name."""
+
+
 class DiLoCo(algorithm.DiLoCo):
-    # The one that scripts import. `launch` and `run` name a folder and a group in the environment:
-    # then it also writes there what a trainer's callback would write.
+    # The one that scripts import: it takes settings and options by name. `launch` and `run` name a
+    # folder and a group in the environment: then it also writes there what a trainer's callback
+    # would write.
     __doc__ = algorithm.DiLoCo.__doc__
 
     _reports: Reports | None = None
     _num_reported = 0
+
+    @shows(DiLoCoKeywords)
+    def __init__(
+        self,
+        manager: DiLoCoManager | Manager,
+        model_fragments: nn.Module | Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: OuterOptimizer | None = None,
+        *,
+        start_refusal: str | None = None,
+        ranks: ProcessGroup | None = None,
+        also_synced: Collection[str] = (),
+        **named: Unpack[DiLoCoKeywords],
+    ) -> None:
+        check_names(named, DiLoCoKeywords, "DiLoCo")
+        if not isinstance(model_fragments, nn.Module) and model_fragments:
+            named.setdefault("num_fragments", len(model_fragments))
+        numbers = {}
+        if outer_optimizer is not None:  # its numbers are its own from the first outer step on
+            numbers = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
+        settings = DiLoCoSettings(**(numbers | among(named, SettingKeywords)))
+        if outer_optimizer is not None:
+            check_outer_settings(named, settings)
+        self._model_fragments = model_fragments
+        super().__init__(
+            manager,
+            model_fragments,
+            inner_optimizer,
+            outer_optimizer,
+            settings=settings,
+            options=ReplicaOptions(**among(named, SyncKeywords)),
+            start_refusal=start_refusal,
+            ranks=ranks,
+            also_synced=also_synced,
+        )
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
@@ -64,7 +117,7 @@ class DiLoCo(algorithm.DiLoCo):
         is_resumed = bool(has_steps and self._reports is None)  # it is the first part of the loop
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
-        fragments = self._arguments.model_fragments
+        fragments = self._model_fragments
         model = fragments if isinstance(fragments, nn.Module) else nn.ModuleList(fragments)
         host = PlainLoop(self, model)
         self._reports = reports = Reports(folder, self.settings, host)
@@ -74,9 +127,8 @@ class DiLoCo(algorithm.DiLoCo):
             folder.append(WARNING, {"warning": f"{said}; those of the command do not reach it"})
         reports.position("joining", self)
         with rejections(own):
-            if not is_resumed and self._arguments.start_refusal is None:
-                refusal = Continuation(host).start_refusal(env.run_dir, 0)
-                self._arguments = replace(self._arguments, start_refusal=refusal)
+            if not is_resumed and self._start_refusal is None:
+                self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
             super().__enter__()
         reports.joined(self, self._manager, is_resumed)
         self._report("training")

@@ -6,14 +6,15 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from composer_replication.arguments import pick
+from composer_replication.arguments import among, check_names
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
@@ -23,7 +24,7 @@ from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.group.call_watch import when_over
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
-from composer_replication.group.host import Host, check_optimizer
+from composer_replication.group.host import GroupKeywords, Host, check_optimizer
 from composer_replication.group.reports import Reports
 from composer_replication.group.run_folder import (
     EVALUATION,
@@ -31,16 +32,11 @@ from composer_replication.group.run_folder import (
     last_outer_step,
 )
 from composer_replication.group.save_folder import hold, is_remote, release
-from composer_replication.options import (
-    DiLoCoOptions,
-    ManagerOptions,
-    ReplicaOptions,
-    replica_id_of,
-)
-from composer_replication.replica.factory import backend_for, make_manager
+from composer_replication.options import OptionKeywords, ReplicaOptions, replica_id_of
+from composer_replication.replica.factory import backend_for, connect
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.ranks import ask_on_rank_0, broadcast, rank, world_size
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings, SettingKeywords
 
 log = logging.getLogger(__name__)
 package_log = logging.getLogger("composer_replication")
@@ -56,8 +52,8 @@ class ReplicaGroup:
 
     Args:
         host: The trainer.
-        arguments: The arguments that the user gave: fields of ``DiLoCoSettings`` and
-            ``ReplicaOptions``.
+        named: The settings and options that the user has named.
+        callback: The name of the trainer's callback, for an error.
 
     Attributes:
         settings: The run's settings.
@@ -72,14 +68,16 @@ class ReplicaGroup:
         result: The result of the last fit; empty before its end.
 
     Raises:
+        TypeError: A keyword is neither a setting nor an option.
         ValueError: A setting or an option is out of range.
     """
 
-    def __init__(self, host: Host, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, host: Host, named: GroupKeywords, callback: str) -> None:
+        check_names(named, GroupKeywords, callback)
         self.host = host
-        self.settings = pick(DiLoCoSettings, arguments)
-        self.options = pick(ReplicaOptions, arguments).with_environment()
-        self._arguments = arguments  # a coordinator's settings are compared with what the user gave
+        self.settings = DiLoCoSettings(**among(named, SettingKeywords))
+        self.options = ReplicaOptions(**among(named, OptionKeywords)).with_environment()
+        self._named = named  # a coordinator's settings are compared with what the user has named
         if package_log.level == logging.NOTSET:
             package_log.setLevel(logging.INFO)  # a trainer may set a level for its own package only
         self.diloco: DiLoCo | None = None
@@ -106,7 +104,7 @@ class ReplicaGroup:
         if self.options.coordinator_addr is not None:
             self._run = ask_for_run(self.options)
             self.settings = self._run.settings
-            self.options = self._run.adopt(self.options, self._arguments)
+            self.options = self._run.adopt(self.options, self._named)
 
     def hold_folders(self) -> None:
         """Keep other groups out of the folders in which this one saves. It may be repeated.
@@ -193,8 +191,7 @@ class ReplicaGroup:
             self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
         if manager is None:
-            own = pick(ManagerOptions, vars(options) | {"backend": backend})
-            manager = make_manager(**vars(own))
+            manager = connect(replace(options, backend=backend))
         self.manager = manager
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
@@ -207,8 +204,8 @@ class ReplicaGroup:
             manager,
             host.model,
             host.optimizer,
-            **vars(self.settings),
-            **vars(pick(DiLoCoOptions, vars(options))),
+            settings=self.settings,
+            options=options,
             start_refusal=refusal,
             ranks=dist.group.WORLD if world_size() > 1 else None,
             also_synced=also_synced,

@@ -17,8 +17,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from composer_replication.arguments import descriptions
-
 Config = Annotated[Path, typer.Argument()]
 OptionalConfig = Annotated[Path | None, typer.Argument()]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value")]
@@ -41,7 +39,7 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
 
     def add(target: Any) -> Any:
         signature, hints = inspect.signature(target), get_type_hints(target, include_extras=True)
-        helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", descriptions(target), re.M))
+        helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _descriptions(target), re.M))
         parameters = [
             each.replace(annotation=_option(each.name, hints[each.name], helps[each.name]))
             for each in signature.parameters.values()
@@ -60,6 +58,16 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
         return target
 
     return add
+
+
+def _descriptions(target: Any) -> str:
+    """The lines below ``Args:`` of a function, or of a dataclass and those it inherits from."""
+    sections = []
+    for kind in reversed(getattr(target, "__mro__", (target,))):
+        _, found, rest = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
+        if found:
+            sections.append(rest.partition("\n\n")[0])
+    return "\n".join(sections)
 
 
 def _option(name: str, hint: Any, text: str) -> Any:

@@ -263,7 +263,7 @@ def run_group(
             restarts,
             start_retries=sys.maxsize,  # the coordinator may not be there yet
             first_pause_s=backoff_s,
-            start_timeout_s=ReplicaOptions.start_timeout_s,
+            start_timeout_s=ReplicaOptions().start_timeout_s,
             say=lambda text: log.warning("Replica %s", text.removeprefix("Replica ")),
         )
         supervisor.begin(replica_id)  # the folder may have the status of an earlier process

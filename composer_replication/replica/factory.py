@@ -8,10 +8,10 @@ import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Unpack
 from urllib.parse import urlsplit
 
 import torch
@@ -19,12 +19,13 @@ import torch.distributed as dist
 import torchft.manager
 from torchft._torchft import ManagerServer
 
-from composer_replication.arguments import takes
+from composer_replication.arguments import check_names, shows
 from composer_replication.options import (
     NO_TOKEN,
     TOKEN,
-    ManagerOptions,
+    ManagerKeywords,
     ReplicaEnv,
+    ReplicaOptions,
     lighthouse_of,
     read_tokens,
     replica_id_of,
@@ -66,52 +67,6 @@ was killed and came back at once, the survivors commit 0.3 s later, and not a se
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ManagerArguments(ManagerOptions):
-    """All arguments of ``make_manager``.
-
-    Args:
-        rank: This process's rank in the group. None: its rank in torch.distributed, or 0 where that
-            is not initialized.
-        world_size: The number of ranks in the group. None: that of torch.distributed, or 1.
-        store_addr: Host of the group's store. None: rank 0 hosts one, and torch.distributed takes
-            its address to the other ranks.
-        store_port: Port of the group's store.
-        token: The run's secret, equal in all groups. Groups exchange state and average only with
-            members that prove it. None: ``COMPOSER_REPLICATION_TOKEN``. A token is needed unless
-            the lighthouse is on a loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
-
-    Raises:
-        ValueError: A value is out of range; the message has the value and the fix.
-    """
-
-    rank: int = cast(int, None)  # a number once __post_init__ has run
-    world_size: int = cast(int, None)  # likewise
-    store_addr: str | None = None
-    store_port: int | None = None
-    token: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.store_addr is None) != (self.store_port is None):
-            raise ValueError(
-                f"store_addr={self.store_addr!r} and store_port={self.store_port!r}: give both"
-            )
-        if (self.rank is None) != (self.world_size is None):
-            raise ValueError(f"rank={self.rank} and world_size={self.world_size}: give both")
-        is_set_up = dist.is_initialized()
-        if self.world_size is None:
-            object.__setattr__(self, "rank", dist.get_rank() if is_set_up else 0)
-            object.__setattr__(self, "world_size", dist.get_world_size() if is_set_up else 1)
-        needs_store = self.store_addr is None and not self.is_alone
-        if self.world_size > 1 and needs_store and not is_set_up:
-            raise ValueError(
-                f"world_size={self.world_size} without store_addr and store_port: call "
-                "torch.distributed.init_process_group before make_manager, or let rank 0 call "
-                "host_store() and send its address to the others"
-            )
-
-
 class SingleGroupManager(SimulatedManager):
     """Takes the place of torchft's ``Manager`` where a run has one replica group.
 
@@ -138,77 +93,126 @@ class SingleGroupManager(SimulatedManager):
         return do_all_ranks_agree(self.errored() is None) and super().should_commit()
 
 
-@takes(ManagerArguments)
-def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
+@shows(ManagerKeywords)
+def make_manager(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store_addr: str | None = None,
+    store_port: int | None = None,
+    token: str | None = None,
+    **named: Unpack[ManagerKeywords],
+) -> ReplicaManager | SingleGroupManager:
     """Make a torchft Manager that is ready for DiLoCo.
 
-    A joiner fetches the global state in this call. The default ``backend`` is gloo.
+    A joiner fetches the global state in this call.
 
     With ``num_replicas=1`` and no lighthouse it makes a ``SingleGroupManager``, which needs no
     network and no store. The group's ranks are those of torch.distributed, where it is initialized
     before this call, and all of them make the call.
 
+    Args:
+        rank: This process's rank in the group. None: its rank in torch.distributed, or 0 where that
+            is not initialized.
+        world_size: The number of ranks in the group. None: that of torch.distributed, or 1.
+        store_addr: Host of the group's store. None: rank 0 hosts one, and torch.distributed takes
+            its address to the other ranks.
+        store_port: Port of the group's store.
+        token: The run's secret, equal in all groups. Groups exchange state and average only with
+            members that prove it. None: ``COMPOSER_REPLICATION_TOKEN``. A token is needed unless
+            the lighthouse is on a loopback address or ``COMPOSER_REPLICATION_NO_TOKEN=1`` is set.
+
     Returns:
         The manager. Call ``shutdown()`` at the end.
 
     Raises:
+        TypeError: A keyword is unknown; the message has the closest one.
         ValueError: An argument is missing or out of range, peers could not reach this machine
             under ``hostname``, or the token is missing.
         SettingsMismatch: The groups in training have another number of ranks.
         ConnectionError: No lighthouse answers, or the state of the groups in training could not be
             fetched (``PeerError``). The other groups have not noticed this one then.
     """
-    own = ManagerArguments(**arguments).with_environment()
+    check_names(named, ManagerKeywords, "make_manager")
+    # A loop of one's own asks no coordinator, whatever the environment names.
+    options = replace(ReplicaOptions(**named).with_environment(), coordinator_addr=None)
+    return connect(options, rank, world_size, store_addr, store_port, token)
+
+
+def connect(
+    options: ReplicaOptions,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store_addr: str | None = None,
+    store_port: int | None = None,
+    token: str | None = None,
+) -> ReplicaManager | SingleGroupManager:
+    """Make the manager of a group whose options are complete. All else: ``make_manager``."""
+    if (store_addr is None) != (store_port is None):
+        raise ValueError(f"store_addr={store_addr!r} and store_port={store_port!r}: give both")
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank={rank} and world_size={world_size}: give both")
+    is_set_up = dist.is_initialized()
+    if rank is None or world_size is None:
+        rank = dist.get_rank() if is_set_up else 0
+        world_size = dist.get_world_size() if is_set_up else 1
     tame_torchft_logs()
-    if own.is_alone:
-        return _train_alone(own)
+    if options.is_alone:
+        return _train_alone(options, world_size, token)
+    if world_size > 1 and store_addr is None and not is_set_up:
+        raise ValueError(
+            f"world_size={world_size} without store_addr and store_port: call "
+            "torch.distributed.init_process_group before make_manager, or let rank 0 call "
+            "host_store() and send its address to the others"
+        )
     raise_file_limit()
-    replica_id, lighthouse_addr = replica_id_of(own), lighthouse_of(own)
+    replica_id, lighthouse_addr = replica_id_of(options), lighthouse_of(options)
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
     check_lighthouse(lighthouse_addr)
-    hostname = own.hostname or default_hostname(lighthouse_addr)
-    process_group = make_process_group(own.backend or "gloo", own.timeout, hostname)
-    tokens = _tokens(own.token, lighthouse_addr)
+    hostname = options.hostname or default_hostname(lighthouse_addr)
+    process_group = make_process_group(options.backend or "gloo", options.timeout, hostname)
+    tokens = _tokens(token, lighthouse_addr)
     store = None
 
     def begin() -> tuple[str, int] | None:
-        check_ranks(read_status(lighthouse_addr), replica_id, own.world_size)
-        if own.store_addr is not None:
+        check_ranks(read_status(lighthouse_addr), replica_id, world_size)
+        if store_addr is not None:
             return None
         nonlocal store
         store = host_store(hostname)
         return store.host, store.port
 
     # The lighthouse's answer may change at any moment, so one rank asks for all.
-    hosted = ask_on_rank_0(begin) if own.world_size > 1 else begin()
-    store_addr, store_port = hosted or (own.store_addr, own.store_port)
+    hosted = ask_on_rank_0(begin) if world_size > 1 else begin()
+    if hosted is not None:
+        store_addr, store_port = hosted
     server = PeerServer(hostname, tokens)
-    transport = HealTransport(server, own.timeout, replica_id)
+    transport = HealTransport(server, options.timeout, replica_id)
     try:
         check_hostname(*host_and_port(server.address), lighthouse_addr)
         prefetch = Prefetch(
-            transport, lighthouse_addr=lighthouse_addr, rank=own.rank, timeout=own.timeout
+            transport, lighthouse_addr=lighthouse_addr, rank=rank, timeout=options.timeout
         )
         prefetch.fetch()
     except BaseException:
         server.close()
         raise
     own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
-    is_first = own.rank == 0
+    is_first = rank == 0
     with _manager_server_at(own_address(hostname), own_uuid) if is_first else nullcontext():
         manager = ReplicaManager(
             pg=process_group,
             load_state_dict=None,  # DiLoCo and the callback register theirs
             state_dict=None,
-            min_replica_size=own.min_replica_size,
+            min_replica_size=options.min_replica_size,
             use_async_quorum=False,
-            timeout=timedelta(seconds=own.timeout),
+            timeout=timedelta(seconds=options.timeout),
             quorum_timeout=timedelta(seconds=QUORUM_TIMEOUT_S),
             connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-            rank=own.rank,
-            world_size=own.world_size,
+            rank=rank,
+            world_size=world_size,
             store_addr=store_addr,
             store_port=store_port,
             lighthouse_addr=lighthouse_addr,
@@ -218,22 +222,23 @@ def make_manager(**arguments: Any) -> ReplicaManager | SingleGroupManager:
             init_sync=False,  # DiLoCo starts the groups itself, ADR-006
             quorum_retries=QUORUM_RETRIES,
             server=server,
-            give_up_after_s=own.give_up_after_s,
+            give_up_after_s=options.give_up_after_s,
             store=store,
             prefetch=prefetch,
         )
     return manager
 
 
-def _train_alone(own: ManagerArguments) -> SingleGroupManager:
+def _train_alone(options: ReplicaOptions, world_size: int, token: str | None) -> SingleGroupManager:
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if own.world_size != num_ranks:
+    if world_size != num_ranks:
         raise ValueError(
-            f"world_size={own.world_size}, and torch.distributed has {num_ranks} ranks: a group "
+            f"world_size={world_size}, and torch.distributed has {num_ranks} ranks: a group "
             "that trains alone consists of these. Call init_process_group before make_manager, "
             "and give it the same world_size"
         )
-    unused = [name for name in ("hostname", "token") if getattr(own, name) is not None]
+    given = {"hostname": options.hostname, "token": token}
+    unused = [name for name, value in given.items() if value is not None]
     log.info(
         "Training alone, without a network: num_replicas is 1, and no lighthouse is named%s",
         f". Not used: {', '.join(unused)}" if unused else "",

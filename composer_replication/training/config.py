@@ -11,7 +11,6 @@ import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # omegaconf's own parser
 
-from composer_replication.arguments import REMOVED, check_choice, check_integer, pick
-from composer_replication.options import ReplicaOptions
+from composer_replication.arguments import among, check_choice, check_integer
+from composer_replication.options import OptionKeywords, ReplicaOptions
 from composer_replication.replica.json_files import naming
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.settings import DiLoCoSettings, SettingKeywords
 from composer_replication.training.components import SHORT_NAMES, TARGET, check_keys, components_of
 from composer_replication.training.components import ConfigError as ConfigError
 from composer_replication.training.text_files import check_text_folder
@@ -60,12 +59,12 @@ SECTION = "callbacks.diloco"
 EXAMPLE = "callbacks: {diloco: {sync_every: 100}}"
 
 OF_THE_RUN = (
-    *(field.name for field in fields(DiLoCoSettings)),
+    *SettingKeywords.__annotations__,
     *("digest_every", "min_replica_size", "num_replicas"),
 )
 """What a coordinator reads of the section. The other keys belong to a group and its machine."""
 
-_OF_A_GROUP = {field.name for field in fields(ReplicaOptions)} - {*OF_THE_RUN}
+_OF_A_GROUP = {*OptionKeywords.__annotations__} - {*OF_THE_RUN}
 _KNOWN = (*OF_THE_RUN, *_OF_A_GROUP)
 
 
@@ -247,7 +246,7 @@ def check_config(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: Something is wrong. The message names it and the fix.
     """
-    check_keys(config, TOP_LEVEL, "the config", REMOVED)
+    check_keys(config, TOP_LEVEL, "the config")
     missing = [key for key in REQUIRED if config.get(key) is None]
     if missing:
         raise ConfigError(f"the config lacks {', '.join(missing)}: see configs/quickstart.yaml")
@@ -306,9 +305,10 @@ def read_diloco(section: Mapping[str, Any]) -> tuple[DiLoCoSettings, ReplicaOpti
     Raises:
         ConfigError: A key is unknown or has been removed, or a value is impossible.
     """
-    check_keys(section, _KNOWN, SECTION, REMOVED)
+    check_keys(section, _KNOWN, SECTION)
     try:
-        return pick(DiLoCoSettings, section), pick(ReplicaOptions, section)
+        settings = DiLoCoSettings(**among(section, SettingKeywords))
+        return settings, ReplicaOptions(**among(section, OptionKeywords))
     except ValueError as error:
         raise ConfigError(f"{SECTION}: {error}") from error
 
@@ -344,7 +344,7 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
         is_set = f"a setting goes behind --set, as in --set {path}"
         file = load_yaml(path, is_set if "=" in str(path) else fix)
         section, where = _settings_section(file, path)
-        check_keys(map(str, section), _KNOWN, where, REMOVED)
+        check_keys(map(str, section), _KNOWN, where)
         config["left_out"] = [str(name) for name in section if name not in OF_THE_RUN]
         config |= _model_section(file)
         sources.insert(0, str(path))
@@ -384,7 +384,7 @@ def _parse_settings(given: Sequence[str]) -> DictConfig:
                 f"YAML key is {SECTION}.{name}) in each group"
             )
     parsed = parse_overrides(given, "--set", "--set sync_every=100")
-    check_keys(map(str, parsed), _KNOWN, "--set", REMOVED)
+    check_keys(map(str, parsed), _KNOWN, "--set")
     return parsed
 
 

@@ -17,7 +17,6 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from torchft.data import DistributedSampler
 
-from composer_replication.arguments import takes
 from composer_replication.data.loader import MapStyle, ReplicaDataLoader
 from composer_replication.training.text_files import Split, check_text_folder
 
@@ -83,7 +82,6 @@ class DatasetArguments(ShardArguments):
     pin_memory: bool = False
 
 
-@takes(DatasetArguments)
 def build_dataset_loader(**arguments: Any) -> DataLoader:
     """Build a loader over this rank's share of any dataset that can be indexed.
 
@@ -192,7 +190,6 @@ class TextBytes(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": window[:-1], "labels": window[1:]}
 
 
-@takes(TextArguments)
 def build_text_loader(
     *, max_seq_len: int, path: str | None = None, split: Split = "train", **others: Any
 ) -> DataLoader:

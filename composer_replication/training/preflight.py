@@ -10,8 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_replication.arguments import pick
-from composer_replication.options import ReplicaEnv, ReplicaOptions, replica_id_of
+from composer_replication.arguments import among
+from composer_replication.options import (
+    OptionKeywords,
+    ReplicaEnv,
+    ReplicaOptions,
+    replica_id_of,
+)
 from composer_replication.replica.lighthouse import check_lighthouse
 from composer_replication.training.config import ConfigError, diloco_section
 
@@ -98,7 +103,7 @@ def check_group(config: Mapping[str, Any], environ: Mapping[str, str] | None = N
     save_folder_of(config, run_dir_of(config, environ), 0)
     check_device(config)
     section = diloco_section(config)
-    options = pick(ReplicaOptions, section).with_environment(environ)
+    options = ReplicaOptions(**among(section, OptionKeywords)).with_environment(environ)
     coordinator_addr = options.coordinator_addr
     if (config.get("train_loader") or {}).get("shards") == "leased" and coordinator_addr is None:
         raise ConfigError(

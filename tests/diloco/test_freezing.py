@@ -28,7 +28,7 @@ def train(group, steps, freeze_after, *, by=(0, 1)):
 
 def trained(*arguments, replica=train, dtype=torch.float32, by=(0, 1), **settings):
     """What two groups return that end with the same digest."""
-    settings = {"outer": nesterov_sgd(momentum=0.9), "sync_every": 2} | settings
+    settings = {"outer": nesterov_sgd(0.7, 0.9), "sync_every": 2} | settings
     settings["model"] = partial(Constant, 10.0, dtype, a=(2,), b=(3,))
     runs = run(2, lambda group: replica(group, *arguments, by=by), **settings)
     assert runs[0][1] == runs[1][1]
@@ -37,7 +37,7 @@ def trained(*arguments, replica=train, dtype=torch.float32, by=(0, 1), **setting
 
 AT_THE_END_OF_A_ROUND = [
     {"outer": outer, "sync_every": 4}
-    for outer in (nesterov_sgd(momentum=0.9), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1))
+    for outer in (nesterov_sgd(0.7, 0.9), plain_sgd(), lambda p: torch.optim.Adam(p, 0.1))
 ]
 IN_MID_ROUND = [
     {"wire_format": wire_format, "dtype": dtype, **settings}
@@ -92,7 +92,7 @@ def test_a_parameter_that_is_thawed_again_moves_again_without_its_old_momentum()
         return seen
 
     model = partial(Constant, a=(2,), b=(3,))
-    (seen,) = run(1, replica, model=model, outer=nesterov_sgd(momentum=0.9), sync_every=2)
+    (seen,) = run(1, replica, model=model, outer=nesterov_sgd(0.7, 0.9), sync_every=2)
     first = 10 + 0.7 * 1.9 * 2
     assert seen[1:7] == pytest.approx([first] * 6)
     assert seen[7] == pytest.approx(first + 0.7 * 1.9 * 2)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from composer_replication.diloco import arguments, hang_watch, shards
+from composer_replication.diloco import construction, hang_watch, shards
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
 
@@ -245,7 +245,7 @@ def measure_two_groups(process, folder):
     groups = [dist.new_group(range(2)) for _ in range(2)]
     # Torch cannot connect two of these at a time in one process, of which real groups have one.
     host = {f"replica_{i}": dist.new_group(range(2)) for i in range(2)}
-    arguments.connect_hosts = lambda ranks: host[threading.current_thread().name]
+    construction.connect_hosts = lambda ranks: host[threading.current_thread().name]
     meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
     for name, of_all in MEASURED.items():
         settings = {"schedule": [], **of_all}

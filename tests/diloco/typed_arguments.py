@@ -18,7 +18,7 @@ def typed(manager: ReplicaManager, model: Any, optimizer: Any) -> None:
     assert_type(made, ReplicaManager | SingleGroupManager)
     DiLoCo(made, model, optimizer)
     make_manager(replica=0)  # pyright: ignore[reportCallIssue]
-    DiLoCo(manager, model, optimizer, None, 100, num_fragments=2, start_refusal=None)
+    DiLoCo(manager, model, optimizer, None, sync_every=100, num_fragments=2, start_refusal=None)
     DiLoCo(manager, model, optimizer, sync_evry=100)  # pyright: ignore[reportCallIssue]
     DiLoCo(manager, model, optimizer, num_fragments="2")  # pyright: ignore[reportArgumentType]
     DiLoCoCallback(sync_every=100, replica_id="a", manager=manager)

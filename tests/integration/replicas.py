@@ -23,7 +23,7 @@ from common import plain_sgd, take_step
 from forked import begin_fork, context
 from torch import nn
 
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
 from composer_replication.replica.manager import ReplicaManager
@@ -88,7 +88,7 @@ class Group:
         settings = {"num_replicas": self.num_replicas, "digest_every": 1} | settings
         with (
             self.manager(**options or {}) as manager,
-            DiLoCo(manager, model, inner, outer, sync_every, **settings) as diloco,
+            DiLoCo(manager, model, inner, outer, sync_every=sync_every, **settings) as diloco,
         ):
             yield Training(diloco, inner, manager)
 

@@ -397,7 +397,7 @@ def test_a_stranger_who_claims_a_higher_step_moves_nothing():
 WAITER = """
 import signal, sys, time
 from composer_replication.replica.factory import make_manager
-from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication import DiLoCo
 import torch
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as Composer does
 model = torch.nn.Linear(2, 2)

@@ -20,7 +20,7 @@ from integration.replicas import Group, run_groups
 from integration.test_faults import Scalar
 
 import composer_replication.replica.manager as manager_module
-from composer_replication.diloco.algorithm import DiLoCo, SyncError
+from composer_replication import DiLoCo, SyncError
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.peer_client import PeerError
 from composer_replication.replica.quorum_member import AtFaultError, QuorumMember
@@ -199,7 +199,8 @@ def one_resumes_and_cannot_heal(group: Group) -> dict[str, Any]:
         manager._checkpoint_transport.recv_checkpoint = no_state
         manager.load_state_dict({"step": 1, "batches_committed": 1})  # as from a checkpoint
         try:
-            DiLoCo(manager, model, optimizer, plain_sgd(), 1, num_replicas=2).__enter__()
+            loop = DiLoCo(manager, model, optimizer, plain_sgd(), sync_every=1, num_replicas=2)
+            loop.__enter__()
         except SyncError as error:
             return {"ended": str(error)}
         finally:

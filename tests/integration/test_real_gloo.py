@@ -24,9 +24,8 @@ from torch import nn
 from torch.distributed import AllreduceOptions
 from torchft.process_group import reconfigure_with_store
 
-from composer_replication import simulate
+from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import shards
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.replica.process_group import host_store, make_process_group
 
 pytestmark = pytest.mark.integration

@@ -98,7 +98,7 @@ def test_the_pseudo_gradient_is_global_minus_local_in_the_global_dtype():
 
 
 def test_the_guard_passes_optimizers_that_descend_and_refuses_one_that_ascends():
-    check_sign(nesterov_sgd(momentum=0.9))
+    check_sign(nesterov_sgd(0.7, 0.9))
     check_sign(lambda p: torch.optim.SGD(p, lr=0.0))
     check_sign(lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1))
     with pytest.raises(ValueError, match="use maximize=False"):
@@ -108,4 +108,4 @@ def test_the_guard_passes_optimizers_that_descend_and_refuses_one_that_ascends()
 def test_the_guard_refuses_a_pseudo_gradient_with_the_sign_turned(monkeypatch):
     monkeypatch.setattr(outer_optimizer, "pseudo_gradient", lambda theta, local: local - theta)
     with pytest.raises(ValueError, match="although training moved it to -0.5"):
-        check_sign(nesterov_sgd(momentum=0.9))
+        check_sign(nesterov_sgd(0.7, 0.9))

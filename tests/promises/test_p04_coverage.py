@@ -229,7 +229,7 @@ def test_weights_tied_over_two_fragments_move_once():
         inner = sgd(model.parameters())
         parts = [model[0], nn.Sequential(model[1], model[2])]
         seen = []
-        with DiLoCo(sim.manager, parts, inner, plain_sgd(0.7), 2):
+        with DiLoCo(sim.manager, parts, inner, plain_sgd(0.7), sync_every=2):
             for move in (-1.0, 0.0, 0.0, 0.0):
                 take_step(inner, move)
                 seen.append(round(model[0].weight.item(), 5))

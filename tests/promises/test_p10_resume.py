@@ -22,7 +22,7 @@ STREAMING = {
     "fragment_sync_delay": 2,
     "fragment_update_alpha": 0.5,
 }
-LEARNING = {"model": Buffered, "inner": adamw, "outer": nesterov_sgd(), "digest_every": 1}
+LEARNING = {"model": Buffered, "inner": adamw, "outer": nesterov_sgd(0.7, 0.5), "digest_every": 1}
 STEPS = 20
 SCHEDULES = {
     "outer numbers": [
@@ -147,7 +147,7 @@ def test_more_groups_and_fewer_groups_resume():
 def test_groups_that_resume_with_other_global_parameters_find_out():
     # Two checkpoints of the same outer step that are not of the same run.
     _, saved = run_whole({"sync_every": 4})
-    _, other = run_whole({"sync_every": 4, "weight_by": "steps", "outer": nesterov_sgd(0.3)})
+    _, other = run_whole({"sync_every": 4, "weight_by": "steps", "outer": nesterov_sgd(0.3, 0.5)})
 
     def replica(sim):
         resumed(sim, (saved, other)[sim.replica_id], 8, {"sync_every": 4})
@@ -162,7 +162,7 @@ def test_groups_that_resume_with_other_global_parameters_find_out():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"outer": nesterov_sgd(0.4)},
+    ({"outer": nesterov_sgd(0.4, 0.5)},
      r"outer_optimizer: 'SGD\(.*lr=0.7.*' before, 'SGD\(.*lr=0.4.*' now"),
     ({"sync_every": 12}, "sync_every: 8 before, 12 now"),
     ({"sync_every": 4, "fragment_sync_delay": 1}, "fragment_sync_delay: 2 before, 1 now"),

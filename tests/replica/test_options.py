@@ -9,7 +9,6 @@ import re
 import pytest
 
 from composer_replication.options import (
-    REMOVED_VARIABLES,
     ReplicaEnv,
     ReplicaOptions,
     check_replica_id,
@@ -40,7 +39,7 @@ def test_the_docstring_s_table_lists_what_is_read():
     environ = ReadLog()
     ReplicaEnv.from_env(environ)
     documented = set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
-    assert environ.asked == documented | REMOVED_VARIABLES.keys()
+    assert environ.asked == documented
 
 
 # ---- the run's secret -----------------------------------------------------------------------
@@ -131,12 +130,6 @@ COUNTS = {"min_replica_size": 1, "num_replicas": 1, "digest_every": 0}
 def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name, value, use):
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}: use {use}")):
         ReplicaOptions(**{name: value})
-
-
-def test_a_variable_that_is_gone_is_refused_with_what_replaces_it():
-    message = "COMPOSER_REPLICATION_TLS_DIR='/tls' has been removed: run the groups in a private"
-    with pytest.raises(ValueError, match=message):
-        ReplicaEnv.from_env({"COMPOSER_REPLICATION_TLS_DIR": "/tls"})
 
 
 @pytest.mark.parametrize("name", [0, 17, "0", "berlin", "eu-west_1.a", "a" * 64])

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from composer_replication.arguments import REMOVED
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.training.config import (
     ConfigError,
@@ -223,10 +222,3 @@ def test_a_wrong_set_is_an_error_that_says_why(given, message):
 def test_a_setting_in_the_place_of_the_file_is_an_error_with_the_fix():
     with pytest.raises(ConfigError, match="as in --set sync_every=5"):
         load_settings(Path("sync_every=5"))
-
-
-@pytest.mark.parametrize("text", ["gone: 1", "callbacks: {diloco: {sync_every: 5, gone: 1}}"])
-def test_a_setting_that_is_gone_is_named_with_what_replaces_it(written, monkeypatch, text):
-    monkeypatch.setitem(REMOVED, "gone", "use sync_every")
-    with pytest.raises(ConfigError, match="has no 'gone' any more: use sync_every"):
-        load_settings(written(text))

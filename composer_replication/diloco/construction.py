@@ -1,0 +1,141 @@
+"""What ``DiLoCo`` makes of its arguments before any network is touched."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from composer_replication.diloco.fragments import described_tensors
+from composer_replication.diloco.global_parameters import GlobalParameters
+from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
+from composer_replication.diloco.peer_table import ROW
+from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
+from composer_replication.settings import TENSORS, DiLoCoSettings
+
+log = logging.getLogger(__name__)
+
+LOPSIDED = 2.0
+"""A warning is logged if the largest fragment has more than so many times an equal share."""
+
+
+def check_outer_settings(named: Iterable[str], settings: DiLoCoSettings) -> None:
+    """Reject settings of the outer SGD beside an outer optimizer of the user's own.
+
+    Args:
+        named: The keywords that the caller of ``DiLoCo`` has named.
+        settings: The run's settings.
+
+    Raises:
+        ValueError: There are some.
+    """
+    unused = [name for name in named if name.startswith("outer_")]
+    if settings.changes_outer_numbers:
+        unused.append("outer_lr or outer_momentum in the schedule")
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} and an outer_optimizer of your own: give either of them, since "
+            "these are of the SGD that DiLoCo makes without one"
+        )
+
+
+def own_fragments(
+    fragments: Sequence[Mapping[str, Tensor]],
+    outer_optimizer: OuterOptimizer | None,
+    settings: DiLoCoSettings,
+    backup_device: torch.device | str | None,
+    ranks: ProcessGroup | None,
+) -> list[GlobalParameters]:
+    """Make the global parameters of each fragment.
+
+    Args:
+        fragments: The synchronised tensors by name, of each fragment.
+        outer_optimizer: As for ``DiLoCo``, as the next two.
+        settings: The run's settings.
+        backup_device: Where global parameters and outer momentum rest between syncs.
+        ranks: All ranks of this group.
+
+    Raises:
+        ValueError: The outer optimizer ascends, or there is no memory.
+    """
+    outer_optimizer = outer_optimizer or nesterov_sgd(*settings.outer_numbers_at(0))
+    check_sign(outer_optimizer)
+    are_held = any(count_shards(t) > 1 for tensors in fragments for t in tensors.values())
+    if are_held:  # each rank holds a shard already
+        ranks = ranks or torch.distributed.group.WORLD
+    shards_of = partial(
+        Shards,
+        ranks=ranks,
+        are_held=are_held,
+        host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
+    )
+    device = None if backup_device is None else torch.device(backup_device)
+    try:
+        return [GlobalParameters(f, outer_optimizer, device, shards_of) for f in fragments]
+    except torch.OutOfMemoryError as error:
+        count = sum(tensor.numel() for tensors in fragments for tensor in tensors.values())
+        raise ValueError(
+            "there is no memory for the global parameters and the outer momentum, 8 bytes for each "
+            f"of {count:,} elements ({8 * count / 2**30:.1f} GiB): use backup_device='cpu', with "
+            "which they rest in host memory, or shard the model with FSDP2"
+        ) from error
+
+
+LARGEST_DESCRIPTION = 1 << 17
+"""Most bytes of the names and shapes of a model's tensors, as JSON, that a group sends its peers.
+The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
+
+
+def tell_settings(
+    manager: Any, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
+) -> None:
+    """Give the manager what has to be equal in all groups, before it connects to them.
+
+    Args:
+        manager: Of this group. torchft's own compares nothing.
+        synced: The synchronised tensors by name, of each fragment.
+        fingerprint: The run's settings and the model.
+    """
+    if not hasattr(manager, "settings"):
+        return
+    manager.settings |= {
+        **fingerprint,
+        # With unequal values one group would train alone while another waits for more. Checkpoints
+        # hold the fingerprint, and a resume may change this value.
+        "min_replica_size": manager._min_replica_size,
+        # Kinds of devices may round an outer step differently.
+        "outer_step_on": min(tensor.device.type for each in synced for tensor in each.values()),
+        "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
+        "peer_table_row": ROW,  # it differs in another version of this package
+    }
+    if len(json.dumps(tensors := described_tensors(synced))) <= LARGEST_DESCRIPTION:
+        manager.settings[TENSORS] = tensors
+
+
+def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:
+    """Log the largest fragment's share, and warn if it is too large.
+
+    The largest fragment's sync takes the longest, and determines the rate that a link needs.
+
+    Args:
+        fragments: The tensors of each fragment by name. All of them have equally many bytes an
+            element in a message.
+    """
+    sizes = [sum(tensor.numel() for tensor in fragment.values()) for fragment in fragments]
+    count, share = len(sizes), max(sizes) / sum(sizes)
+    if count > 1:
+        log.info("The largest of %d fragments has %.0f %% of the bytes", count, 100 * share)
+    if share * count > LOPSIDED:
+        log.warning(
+            "The largest of %d fragments has %.1f times the bytes of an equal share: its sync takes"
+            " longer than the others, and needs more of the link. A block, an embedding or a head "
+            "is never cut apart: use fewer fragments, or fragment_patterns that divide it",
+            count,
+            share * count,
+        )
