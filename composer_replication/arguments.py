@@ -76,16 +76,16 @@ def shows(keywords: type) -> Callable[[Function], Function]:
             for name, kind in keywords.__annotations__.items()
         ]
         function.__signature__ = own.replace(parameters=[*kept, *more])  # pyright: ignore
-        # The keywords are the last arguments: their descriptions continue a section Args.
-        text, _, rest = (inspect.getdoc(function) or "").partition("\n\nRaises:\n")
+        # The keywords are the last arguments: their descriptions end the section Args.
+        described = inspect.getdoc(function) or ""
+        text, *rest = re.split(r"(?=\n\n(?:Returns|Raises):\n)", described, maxsplit=1)
         lines = [
             textwrap.fill(f"{name}: {' '.join(each.split())}", 96, subsequent_indent="    ")
             for name, each in descriptions_of(keywords).items()
         ]
-        described = textwrap.indent("\n".join(lines), "    ")
         text += "\n" if "\nArgs:\n" in text else "\n\nArgs:\n"
-        text += described
-        function.__doc__ = f"{text}\n\nRaises:\n{rest}" if rest else text
+        text += textwrap.indent("\n".join(lines), "    ")
+        function.__doc__ = "".join([text, *rest])
         return function
 
     return add

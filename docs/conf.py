@@ -57,9 +57,7 @@ def add_types(app: Sphinx, what: str, name: str, of: Any, options: Any, lines: l
 
 def annotation(parameter: inspect.Parameter) -> str:
     kind = parameter.annotation
-    text = kind if isinstance(kind, str) else inspect.formatannotation(kind)
-    # Of a field that __post_init__ fills, the code has the type that it has from then on.
-    return f"{text} | None" if parameter.default is None and "None" not in text else text
+    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
 
 
 def leave_out_of_the_search(app: Sphinx, doctree: Any) -> None:

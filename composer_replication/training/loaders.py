@@ -7,6 +7,7 @@ own. The sampler here knows the group as well as the rank inside it.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -205,3 +206,7 @@ def build_text_loader(
     is_leased = split == "train" and others.get("shards") == "leased"
     name = text.name if is_leased else None  # the name needs a pass over the whole text
     return build_dataset_loader(dataset=text, dataset_id=name, split=split, **others)
+
+
+build_dataset_loader.__signature__ = inspect.signature(DatasetArguments)  # pyright: ignore
+build_text_loader.__signature__ = inspect.signature(TextArguments)  # pyright: ignore

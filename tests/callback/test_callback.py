@@ -20,11 +20,12 @@ from composer.loggers import InMemoryLogger
 from composer_jobs import Each, callback_of, data, fit_alone, fit_groups, trainer_of
 from run_events import result_of, syncs_of
 
+from composer_replication.arguments import defaults_of
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.group import replica_group
-from composer_replication.options import ReplicaOptions
-from composer_replication.settings import DiLoCoSettings
+from composer_replication.options import OptionKeywords
+from composer_replication.settings import SettingKeywords
 from composer_replication.simulation.simulation import SimulationError, simulate
 
 NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
@@ -34,14 +35,11 @@ NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
 
 
 def test_its_arguments_are_the_settings_and_the_options_with_their_defaults():
-    documented = {
-        field.name: field.default
-        for settings in (DiLoCoSettings, ReplicaOptions)
-        for field in dataclasses.fields(settings)
-    }
     parameters = dict(inspect.signature(DiLoCoCallback).parameters)
     assert parameters.pop("manager").default is None
-    assert {name: parameter.default for name, parameter in parameters.items()} == documented
+    assert {name: parameter.default for name, parameter in parameters.items()} == (
+        defaults_of(SettingKeywords) | defaults_of(OptionKeywords)
+    )
     assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 

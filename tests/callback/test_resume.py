@@ -314,8 +314,8 @@ def test_bad_state_is_an_error_before_any_peer_hears_of_it(tmp_path, monkeypatch
     saved = torch.load(path, weights_only=False)
     damage(saved["state"]["callbacks"])
     torch.save(saved, path)
-    connect = "composer_replication.group.replica_group.make_manager"
-    monkeypatch.setattr(connect, lambda **_: pytest.fail("a manager was built"))
+    connect = "composer_replication.group.replica_group.connect"
+    monkeypatch.setattr(connect, lambda _: pytest.fail("a manager was built"))
     callback = DiLoCoCallback(replica_id=0, lighthouse_addr="http://nowhere:1", sync_every=2)
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         trainer_of(callback, load_path=str(path), max_duration="6ba").fit()

@@ -25,7 +25,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.group import replica_group
-from composer_replication.replica.factory import make_manager
+from composer_replication.options import ReplicaOptions
+from composer_replication.replica.factory import connect
 
 pytestmark = pytest.mark.integration
 
@@ -40,10 +41,10 @@ class Failing(Callback):
 
     def __init__(self, fail: Callable[[Any], None]) -> None:
         self._fail = fail
-        replica_group.make_manager = self._make_manager
+        replica_group.connect = self._connect
 
-    def _make_manager(self, **options: Any) -> Any:
-        self._manager = make_manager(**options)
+    def _connect(self, options: ReplicaOptions) -> Any:
+        self._manager = connect(options)
         return self._manager
 
     def batch_start(self, state: Any, logger: Any) -> None:

@@ -199,8 +199,7 @@ def test_the_learning_rate_is_the_largest_and_1_where_there_is_none():
     assert learning_rate(optimizer) == 1.0
 
 
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_it_is_in_a_host_s_checkpoint_and_one_of_an_earlier_version_goes_on_without(is_earlier):
+def test_it_is_in_a_host_s_checkpoint():
     def train(sim, saved=None):
         group = Group(sim, sync_every=2)
         live = dict(group.model.named_parameters())
@@ -214,12 +213,7 @@ def test_it_is_in_a_host_s_checkpoint_and_one_of_an_earlier_version_goes_on_with
         return layout.pack(group.diloco.state_dict(), live, live.__getitem__), resumed
 
     ((saved, _),) = simulate(train, num_replicas=1)
-    progress = json.loads(saved["progress"])
-    assert progress["usual_pace"] == {"paces": [[1.0]], "top_lr": 1.0}
-    if is_earlier:
-        del progress["usual_pace"]
-        progress["since_sync"] = [row[:2] for row in progress["since_sync"]]
-    ((_, resumed),) = simulate(
-        partial(train, saved=saved | {"progress": json.dumps(progress)}), num_replicas=1
-    )
-    assert resumed["usual_pace"]["paces"] == ([[]] if is_earlier else [[1.0]])
+    pace = {"paces": [[1.0]], "top_lr": 1.0}
+    assert json.loads(saved["progress"])["usual_pace"] == pace
+    ((_, resumed),) = simulate(partial(train, saved=saved), num_replicas=1)
+    assert resumed["usual_pace"] == pace
