@@ -75,8 +75,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
             ``torch.optim.Optimizer`` that moves them. None: SGD with ``outer_lr``,
             ``outer_momentum`` and ``outer_nesterov``.
-        settings: The run's settings.
-        options: This group's options.
         start_refusal: The reason why this group must not begin the run, for example because the run
             has made outer steps already. The group then waits for one that has the run's state.
             None: it may begin the run.
@@ -102,6 +100,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
     """
 
+    # Settings and options arrive as two objects. The DiLoCo of plain_loop.py, which scripts import,
+    # takes them by name.
     def __init__(
         self,
         manager: DiLoCoManager | Manager,
