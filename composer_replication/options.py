@@ -176,9 +176,9 @@ class ReplicaOptions:
         check_types(self)
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
-        for name in ("min_replica_size", "num_replicas"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), at_least=1)
+        check_integer("min_replica_size", self.min_replica_size, at_least=1)
+        if self.num_replicas is not None:
+            check_integer("num_replicas", self.num_replicas, at_least=1)
         check_integer("digest_every", self.digest_every, at_least=0)
         check_seconds("timeout", self.timeout)
         check_seconds("start_timeout_s", self.start_timeout_s)

@@ -34,8 +34,7 @@ class DiLoCoCallback(Callback):
     ``torchrun``. It takes the settings of the run by name (``SettingKeywords``), which have to be
     equal in all groups, and the options of the group (``OptionKeywords``), which may differ.
     ``replica_id``, ``num_replicas``, ``lighthouse_addr`` and ``run_dir`` default to environment
-    variables. With ``num_replicas=1``
-    and no lighthouse the job trains alone, without a network.
+    variables. With ``num_replicas=1`` and no lighthouse the job trains alone, without a network.
 
     Example:
         .. code-block:: yaml

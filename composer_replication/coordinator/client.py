@@ -180,7 +180,8 @@ class CoordinatorClient:
         """
         answer = self.ask("GET", "/v1/info", fields=_INFO)
         answer["settings"] = self._settings_of(answer["settings"])
-        return RunInfo(**{field.name: answer[field.name] for field in dataclasses.fields(RunInfo)})
+        known = {field.name for field in dataclasses.fields(RunInfo)}
+        return RunInfo(**{name: value for name, value in answer.items() if name in known})
 
     def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
         """Check that no living group has a name. Takes up to half the heartbeat timeout.
