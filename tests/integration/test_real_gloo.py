@@ -160,7 +160,7 @@ def test_real_groups_come_to_the_bits_of_the_simulation(monkeypatch):
             draws = Draws(model := Assorted(), sim.replica_id)
             arguments = {"num_replicas": 3, "digest_every": 1, **settings}
             with DiLoCo(
-                sim.manager, model, draws.optimizer, None, SYNC_EVERY, **arguments
+                sim.manager, model, draws.optimizer, sync_every=SYNC_EVERY, **arguments
             ) as diloco:
                 return train(diloco, draws)
 
