@@ -61,9 +61,7 @@ def measure(
         inner = Still(model.parameters())
 
         manager = SimulatedManager(SharedBuffer(1, (), None), 0)
-        loop = DiLoCo(
-            manager, model, inner, sync_every=1, schedule=[], ranks=dist.group.WORLD
-        )
+        loop = DiLoCo(manager, model, inner, sync_every=1, schedule=[], ranks=dist.group.WORLD)
         kinds[kind] = loop, inner
     with kinds["shared"][0], kinds["whole"][0]:
         for repetition in range(arguments.repetitions + 1):

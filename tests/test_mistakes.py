@@ -64,9 +64,9 @@ COMMANDS = [
     ("launch tiny.yaml callbacks.diloco.num_replicas=3", "num_replicas=3 but --replicas 2"),
     ("launch tiny.yaml callbacks.diloco.min_replica_size=3", "no sync could commit: use at most 2"),
     # What is gone, or needs something else.
-    ("train tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
-    ("launch tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir' any more: run the group"),
-    ("coordinator --set tls_dir=/nope", "has no 'tls_dir' any more: run the groups"),
+    ("train tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir': did you mean 'run_dir'?"),
+    ("launch tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir': did you mean 'run_d"),
+    ("coordinator --set tls_dir=/nope", "has no 'tls_dir': did you mean 'run_dir'?"),
     ("train tiny.yaml train_loader.path=/no/such/folder", "/no/such/folder' does not exist"),
     ("train tiny.yaml autoresume=true", "autoresume=True without save_folder: "),
     ("launch tiny.yaml autoresume=true", "autoresume=True without save_folder: "),

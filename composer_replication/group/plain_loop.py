@@ -82,10 +82,12 @@ class DiLoCo(algorithm.DiLoCo):
         check_names(named, DiLoCoKeywords, "DiLoCo")
         if not isinstance(model_fragments, nn.Module) and model_fragments:
             named.setdefault("num_fragments", len(model_fragments))
-        numbers = {}
-        if outer_optimizer is not None:  # its numbers are its own from the first outer step on
-            numbers = {"outer_lr": OUTER_LR, "outer_momentum": OUTER_MOMENTUM}
-        settings = DiLoCoSettings(**(numbers | among(named, SettingKeywords)))
+        own = among(named, SettingKeywords)
+        if outer_optimizer is not None:
+            # Its numbers are its own from the first outer step on: no plain averages come first.
+            own.setdefault("outer_lr", OUTER_LR)
+            own.setdefault("outer_momentum", OUTER_MOMENTUM)
+        settings = DiLoCoSettings(**own)
         if outer_optimizer is not None:
             check_outer_settings(named, settings)
         self._model_fragments = model_fragments
