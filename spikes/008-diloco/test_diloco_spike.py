@@ -38,7 +38,8 @@ def stock(manager, model, inner):
 
 
 def ours(manager, model, inner):
-    diloco = DiLoCo(manager, model, inner, sync_every=INNER_STEPS)
+    numbers = {"outer_lr": 0.7, "outer_momentum": 0.9}  # those of torchft's documentation
+    diloco = DiLoCo(manager, model, inner, sync_every=INNER_STEPS, **numbers)
     return diloco, diloco._outer.fragments[0].globals.optimizer
 
 
