@@ -131,7 +131,7 @@ $(DOCS)/.installed: pyproject.toml
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[all,docs]'
 	touch $@
 
-# CHANGELOG, sdist, wheel, and spike 008 from the wheel, with two versions of torch: some minutes.
+# CHANGELOG, sdist, and the wheel: spike 008 and a first launch, with two torches: some minutes.
 release-check: $(RELEASE)/.installed
 	PATH=$(CURDIR)/$(RELEASE)/bin:$$PATH python .ci/release_check.py
 

@@ -2,8 +2,8 @@
 
 The files that name the version agree, and CHANGELOG.md has a section for it. sdist and wheel are
 built into dist/, and twine accepts both. The wheel is installed into empty environments, one with
-the newest torch and one with 2.7, in which spike 008 then runs: without extras, and without the
-files of this repository.
+the newest torch and one with 2.7. In each, spike 008 runs without extras, and then, with the
+command's extra, the first run of somebody who has the wheel and a script, but no clone.
 """
 
 import re
@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
 SPIKE = ROOT / "spikes" / "008-diloco"
+SCRIPT = ROOT / "examples" / "plain_loop.py"
 
 TORCHES = ("torch", "torch==2.7.*")
 """The newest one, and the oldest that pyproject.toml allows."""
@@ -88,8 +89,8 @@ def build() -> Path:
     return wheel
 
 
-def run_spike(wheel: Path, torch: str) -> None:
-    """Run spike 008 in an environment that has this wheel, a torch, pytest and nothing else."""
+def try_wheel(wheel: Path, torch: str) -> None:
+    """Use the wheel in an environment that has it, a torch and pytest; then with the command."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         venv.create(folder / "venv", with_pip=True)
@@ -97,6 +98,10 @@ def run_spike(wheel: Path, torch: str) -> None:
         run(python, "-m", "pip", "install", "--quiet", wheel, torch, "pytest", cwd=folder)
         shutil.copytree(SPIKE, folder / "spike")
         run(python, "-I", "-m", "pytest", "-q", "-c", "/dev/null", "spike", cwd=folder)
+        run(python, "-m", "pip", "install", "--quiet", f"{wheel}[coordinator]", torch, cwd=folder)
+        shutil.copy(SCRIPT, folder)
+        launch = (python.with_name("composer-replication"), "launch", "--replicas", "2", "--")
+        run(*launch, python, SCRIPT.name, cwd=folder)
 
 
 def main() -> None:
@@ -106,7 +111,7 @@ def main() -> None:
     run("cffconvert", "--validate", "--infile", "CITATION.cff")
     wheel = build()
     for torch in TORCHES:
-        run_spike(wheel, torch)
+        try_wheel(wheel, torch)
     print(f"{wheel.name} can be released. To upload it: twine upload dist/*")
 
 

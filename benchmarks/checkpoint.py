@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import simulate
-from composer_replication.training.byte_gpt import ByteGPT
+from examples.quickstart.byte_gpt import ByteGPT
 
 STREAMING = {
     "sync_every": 8,

@@ -28,10 +28,10 @@ from results import command_line, write
 from rich.console import Console
 from rich.table import Table
 
+from composer_replication.config_file import read_value
 from composer_replication.group.run_folder import CONFIG
 from composer_replication.launch.run_record import Run, open_run
 from composer_replication.replica.json_files import read_json
-from composer_replication.training.config import read_value
 
 YEAR_S = 365.25 * 86_400
 MODELLED = ("kill", "first_round", "end")

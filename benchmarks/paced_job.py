@@ -15,8 +15,8 @@ import torch
 from composer import Callback, Trainer
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
-from composer_replication.training.byte_gpt import ByteGPT
-from composer_replication.training.loaders import TextBytes
+from examples.quickstart.byte_gpt import ByteGPT
+from examples.quickstart.text import TextBytes
 
 PAUSE_S = 0.1
 

@@ -35,7 +35,7 @@ def in_composer(manager: Any, steps: int, device: str) -> list[float]:
     from composer import Callback, Trainer
 
     from composer_replication.callback import DiLoCoCallback
-    from composer_replication.training.byte_gpt import ByteGPT
+    from examples.quickstart.byte_gpt import ByteGPT
 
     class Times(Callback):
         def batch_end(self, state: Any, logger: Any) -> None:

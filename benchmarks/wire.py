@@ -12,7 +12,6 @@ each format and seed: the held-out loss as a ratio to that of float32 with the s
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import logging
 import multiprocessing
@@ -29,17 +28,18 @@ from typing import Any
 import torch
 from composer.utils import reproducibility
 from floating_fp4 import FloatingFp4
+from omegaconf import DictConfig
 from results import SPREAD, Spread, command_line, spread, write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from composer_replication.config_file import with_values
 from composer_replication.diloco.averaging.wire_formats import BFloat16, Fp4, Int8, WireFormat
 from composer_replication.diloco.averaging.wire_sizes import PART
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.training.config import load_config
-from composer_replication.training.trainer import simulate_replicas
+from composer_replication.training import load_config, simulate_replicas
 
 ROUND = 25
 FORMATS: dict[str, WireFormat] = {
@@ -60,17 +60,16 @@ TRAININGS: dict[str, dict[str, Any]] = {
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
 
-def train(config: dict[str, Any], name: str, seed: int, batches: str) -> float:
+def train(config: DictConfig, name: str, seed: int, batches: str) -> float:
     """The held-out bits per byte after one training of two groups."""
     torch.set_num_threads(1)
     logging.getLogger("composer_replication").setLevel(logging.ERROR)
-    config = copy.deepcopy(config)
-    config |= {"seed": seed, "max_duration": batches, "eval_interval": batches}
-    config["callbacks"]["diloco"] |= TRAININGS[name]
+    own = {"seed": seed, "max_duration": batches, "eval_interval": batches}
+    config = with_values(config, **own, callbacks={"diloco": TRAININGS[name]})
     with silence():
         first, second = simulate_replicas(config, 2)
     assert first["global_digest"] == second["global_digest"]
-    return first["eval"]["bits_per_byte"]
+    return first["eval"]["BitsPerByte"]
 
 
 @contextlib.contextmanager
@@ -92,7 +91,7 @@ def silence() -> Iterator[None]:
         yield
 
 
-def pseudo_gradient(config: dict[str, Any]) -> Tensor:
+def pseudo_gradient(config: DictConfig) -> Tensor:
     """That of one group after a round."""
     seen: list[Tensor] = []
     pack = FragmentSync._pack
@@ -102,8 +101,7 @@ def pseudo_gradient(config: dict[str, Any]) -> Tensor:
         if fragment.mean.contribution:
             seen.append(torch.cat(fragment.mean.messages[:-1]).clone())
 
-    config = copy.deepcopy(config)
-    config |= {"max_duration": f"{ROUND}ba", "eval_interval": "1000ba"}
+    config = with_values(config, max_duration=f"{ROUND}ba", eval_interval="1000ba")
     with replaced(FragmentSync, "_pack", watched), silence():
         simulate_replicas(config, 1)
     return seen[0]
@@ -154,7 +152,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def measure_trainings(
-    config: dict[str, Any], names: Sequence[str], seeds: int, batches: str
+    config: DictConfig, names: Sequence[str], seeds: int, batches: str
 ) -> tuple[dict[str, Spread], dict[str, list[float]]]:
     """Ratios of held-out loss to float32's, and the losses themselves."""
     losses: dict[str, list[float]] = {name: [] for name in names}

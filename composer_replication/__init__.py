@@ -38,7 +38,6 @@ EXTRA_OF = {
     "composer": "composer",
     "httpx": "composer",
     "tenacity": "composer",
-    "torchmetrics": "composer",
     "fastapi": "coordinator",
     "pydantic": "coordinator",
     "starlette": "coordinator",

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -15,6 +16,13 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__, named_extra
+from composer_replication.config_file import (
+    ConfigError,
+    diloco_section,
+    read_diloco,
+    save_config,
+    with_values,
+)
 from composer_replication.group.run_folder import CONFIG, make_run_folder
 from composer_replication.launch.commands import (
     Config,
@@ -50,14 +58,8 @@ from composer_replication.plan import (
 )
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.settings import DEFAULTS, DiLoCoSettings
-from composer_replication.training.config import (
-    ConfigError,
-    diloco_section,
-    load_config,
-    read_diloco,
-    save_config,
-)
-from composer_replication.training.preflight import check_group
+from composer_replication.training import load_config, simulate_replicas
+from composer_replication.training import train as train_group
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer and Hugging Face's Trainer: several replica groups train "
@@ -115,15 +117,13 @@ def train(config: Config, overrides: Overrides = None) -> int:
         overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
     """
     checked = load_config(config, overrides or [])
-    check_group(checked)
     # Imported here: it takes seconds, and errors in the input should be printed before. The garbage
     # collector would take one of these seconds, to find a million objects in use.
     gc.disable()
-    from composer_replication.training.trainer import train as run
-
+    import_module("composer_replication.callback.callback")
     gc.freeze()
     gc.enable()
-    if failure := run(checked)["failure"]:
+    if failure := train_group(checked)["failure"]:
         print_error(f"Error: {failure}")
         return FAILED
     return 0
@@ -174,12 +174,9 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -
     """
     checked = load_config(config, overrides or [])
     run_dir = make_run_folder(checked, config)
-    checked["run_dir"] = str(run_dir)
+    checked = with_values(checked, run_dir=str(run_dir))
     save_config(checked, run_dir / CONFIG)
     began = time.monotonic()
-    # Imported here: it takes seconds, and a run folder that is in use should be an error before.
-    from composer_replication.training.trainer import simulate_replicas
-
     # The display shows one table for all groups. Their log lines would be drawn over it.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
     console = Console(highlight=False)

@@ -5,7 +5,7 @@ from typing import Literal
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from composer_replication.training.loaders import TextBytes
+from examples.quickstart.text import TextBytes
 
 
 class Tokens(Dataset[dict[str, Tensor]]):

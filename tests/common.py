@@ -5,7 +5,7 @@ from torch import nn
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.flat_chunks import Layout
-from composer_replication.training.muon import Muon, is_matrix
+from examples.quickstart.muon import Muon, is_matrix
 
 
 class Constant(nn.Module):

@@ -19,7 +19,7 @@ ANY_HOST = (
 COMPOSER = (
     "composer.algorithms",
     "composer_replication.callback.callback",
-    "composer_replication.training.trainer",
+    "composer_replication.training",
 )
 has_composer = find_spec("composer") is not None  # else Hugging Face's Trainer is tested
 for name in (*ANY_HOST, *(COMPOSER if has_composer else ("composer_replication.hf",))):

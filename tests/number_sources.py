@@ -50,7 +50,7 @@ def read_results(folder: Path = RESULTS) -> dict[str, Values]:
 
 @cache
 def code(name: str, within: str = "") -> Any:
-    """The number that a line of the package gives a name: a constant, or a keyword's default.
+    """The number that a line of the package or the quickstart gives a name: constant or default.
 
     Args:
         name: It has to have one value in these modules.
@@ -58,8 +58,8 @@ def code(name: str, within: str = "") -> Any:
     """
     number = r"(\(?[-\d.e*, ]+\)?)"
     line = re.compile(rf"^ *{name}\b(?:[^=\n]*= |: Annotated\[.*, ){number}", re.MULTILINE)
-    found = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-    modules = [PACKAGE / path for path in found if within in path.as_posix()]
+    quickstart = (ROOT / "examples" / "quickstart").glob("*.py")
+    modules = [p for p in (*PACKAGE.rglob("*.py"), *quickstart) if within in p.as_posix()]
     values = {value for path in modules for value in line.findall(path.read_text())}
     if len(values) != 1:
         raise ValueError(f"the package has {sorted(values) or 'no number'} for {name}: name one")

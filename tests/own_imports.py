@@ -23,6 +23,11 @@ def imports_of(path: Path) -> frozenset[str]:
     return frozenset(found)
 
 
+def modules_of(package: str) -> list[Path]:
+    """The files of a package of ours, or of a module beside the packages."""
+    return sorted((PACKAGE / package).rglob("*.py")) or [PACKAGE / package]
+
+
 def own_imports(path: Path) -> set[str]:
     return {name for name in imports_of(path) if name.startswith("composer_replication")}
 

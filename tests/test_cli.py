@@ -46,17 +46,10 @@ def test_bad_input_is_answered_at_once(config, command):
     assert answer.returncode == 2 and "did you mean 'sync_every'" in answer.stderr
 
 
-@at_once
-def test_a_lighthouse_that_does_not_answer_is_noticed_before_composer_is_imported(config):
-    answer = run("train", config, "callbacks.diloco.lighthouse_addr=http://localhost:1")
-    assert answer.returncode == 1
-    assert "no lighthouse answers at http://localhost:1" in answer.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "heavy"),
     [
-        ("train {} model.name=x", "{'torch', 'composer'}"),
+        ("train {} model._target_=null max_duration=9", "{'torch', 'composer'}"),
         ("plan --params 7B --step-time 1 --groups 2", "{'torch', 'composer', 'numpy'}"),
     ],
 )
@@ -79,19 +72,21 @@ def test_the_process_ends_after_an_error_though_a_thread_still_waits(config):
     code = (
         "import sys, threading, time\n"
         "threading.Thread(target=time.sleep, args=[60]).start()\n"
-        f"sys.argv = ['composer-replication', 'train', {str(config)!r}, 'seeed=1']\n"
+        f"sys.argv = ['composer-replication', 'train', {str(config)!r}, 'max_duration=1']\n"
         "from composer_replication.cli import main\n"
         "main()"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=10
     )
-    assert answer.returncode == 2 and "did you mean 'seed'" in answer.stderr
+    assert answer.returncode == 2 and "max_duration=1: write" in answer.stderr
 
 
 def test_a_simulation_leaves_the_same_files_as_a_launch(tmp_path):
     small = ["model.d_model=16", "max_duration=5ba", "callbacks.diloco.sync_every=2"]
-    lengths = [f"{part}.max_seq_len=16" for part in ("model", "train_loader", "eval_loader")]
+    lengths = [
+        f"{part}.max_seq_len=16" for part in ("model", "train_dataloader", "eval_dataloader")
+    ]
     folder = tmp_path / "run"
     overrides = [*small, *lengths, "eval_subset_num_batches=1", f"run_dir={folder}"]
     config = Path(__file__).parent.parent / "configs" / "quickstart.yaml"

@@ -11,7 +11,7 @@ import tomllib
 from importlib.metadata import requires
 
 import pytest
-from own_imports import PACKAGE, ROOT, imports_of, of_others
+from own_imports import PACKAGE, ROOT, imports_of, modules_of, of_others
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -92,11 +92,11 @@ def test_every_other_module_is_brought_by_the_extra_that_is_named():
 
 
 @pytest.mark.parametrize(("package", "extra"), [
-    ("callback", "composer"), ("data", "composer"), ("training", "composer"),
-    ("coordinator", "coordinator"), ("launch", "launch"),
+    ("callback", "composer"), ("data", "composer"), ("training.py", "composer"),
+    ("config_file.py", "launch"), ("coordinator", "coordinator"), ("launch", "launch"),
 ])  # fmt: skip
 def test_an_extra_brings_what_its_package_imports(package, extra):
-    own = {name for path in (PACKAGE / package).rglob("*.py") for name in imports_of(path)}
+    own = {name for path in modules_of(package) for name in imports_of(path)}
     others = {name.partition(".")[0] for name in own} - sys.stdlib_module_names
     needed = {DISTRIBUTION.get(top, top) for top in others - {"composer_replication"}}
     client_s = {"httpx", "tenacity"} if package == "coordinator" else set()  # a group's side
@@ -150,7 +150,6 @@ from composer_replication.replica import backend_for, host_store, make_manager
 for module, name in [
     ("composer_replication", "DiLoCoCallback"),
     ("composer_replication.callback", "DiLoCoCallback"),
-    ("composer_replication.training", "train"),
     ("composer_replication.launch", "launch_groups"),
     ("composer_replication.hf", "DiLoCoTrainerCallback"),
 ]:
@@ -167,7 +166,6 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     assert [line.partition(" in a clone of")[0] for line in result.stdout.splitlines()] == [
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
-        "train needs Composer: run pip install '.[composer]'",
         "launch_groups needs typer: run pip install '.[launch]'",
         "DiLoCoTrainerCallback needs transformers: run pip install '.[transformers]'",
     ], result.stderr
@@ -178,9 +176,7 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     pytest.param("coordinator configs/quickstart.yaml --state-dir {tmp}/state", {"fastapi"},
                  "composer-replication coordinator needs fastapi", "coordinator",
                  marks=pytest.mark.slow),
-    pytest.param("simulate examples/image_classifier.yaml run_dir={tmp}/run", {"hydra"},
-                 "composer-replication simulate needs hydra", "launch", marks=pytest.mark.slow),
-], ids=["command", "coordinator", "simulate"])  # fmt: skip
+], ids=["command", "coordinator"])  # fmt: skip
 def test_a_command_without_its_extra_says_which(tmp_path, command, hidden, subject, extra):
     program = "from composer_replication.__main__ import main; main()"
     result = run(program, *command.format(tmp=tmp_path).split(), hidden=hidden)

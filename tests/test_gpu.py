@@ -22,7 +22,7 @@ from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import Fault, SimulatedReplica
-from composer_replication.training.muon import orthogonalize
+from examples.quickstart.muon import orthogonalize
 
 DEVICE = os.environ.get("COMPOSER_REPLICATION_TEST_DEVICE", "cuda")
 device_module = torch.get_device_module(DEVICE)

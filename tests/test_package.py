@@ -33,7 +33,6 @@ def test_the_wheel_has_the_package_its_types_and_its_entry_points(wheel):
         text = archive.read(entry_points).decode()
     assert "composer-replication = composer_replication.__main__:main" in text
     assert "[llmfoundry_callbacks]\ndiloco = composer_replication.callback:DiLoCoCallback" in text
-    assert "[llmfoundry_optimizers]\nmuon = composer_replication.training.muon:Muon" in text
 
 
 def test_an_index_shows_a_readme_without_dead_links(wheel):

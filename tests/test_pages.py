@@ -4,6 +4,7 @@ Run: make test-pages. Real: everything. What a page leaves to its readers is in 
 source: see ``page_blocks.py``. Without the mark ``pages``: what is looked at without a run.
 """
 
+import inspect
 import os
 import re
 import shutil
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.utils import get_object
+from omegaconf import OmegaConf
 from page_blocks import PAGES, ROOT, blocks, script
 from run_events import result_of
 
-from composer_replication.training.components import SHORT_NAMES, check_keys
-from composer_replication.training.config import check_config, read_config
+from composer_replication.config_file import SECTION, TARGET, diloco_section, read_diloco, read_yaml
+from composer_replication.training import OURS
 
 CLONE = ("configs", "deploy", "docs", "examples", "spikes", "Makefile", "pyproject.toml")
 """What the pages use of a clone. The package is installed."""
@@ -119,16 +122,24 @@ def test_each_block_is_run_or_says_why_not(page):
 
 @pytest.mark.parametrize("each", YAML.values(), ids=YAML)
 def test_the_keys_of_a_block_of_yaml_are_read(each, tmp_path, monkeypatch):
-    from composer_replication.training.building import find_all
+    from composer import Trainer
 
     if each.reason:
         pytest.skip(each.reason)
     monkeypatch.chdir(ROOT)  # where a config finds the examples' modules
     (tmp_path / "block.yaml").write_text(each.text)
-    config = read_config(tmp_path / "block.yaml")
-    check_config(read_config(ROOT / "configs" / "quickstart.yaml") | config)
-    for section in SHORT_NAMES.keys() & config.keys():
-        for found in find_all(section, config[section]):
-            takes = found.parameters
-            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values()):
-                check_keys(found.partial.keywords, takes, found.where)
+    config = read_yaml(tmp_path / "block.yaml")
+    if OmegaConf.select(config, SECTION):
+        read_diloco(diloco_section(config))
+    assert {*config} <= {*inspect.signature(Trainer).parameters, *OURS}
+    for target, arguments in named_in(OmegaConf.to_container(config)):
+        inspect.signature(get_object(target)).bind_partial(**arguments)
+
+
+def named_in(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a config names by ``_target_``, and the arguments beside it."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, dict | list):
+            yield from named_in(each)
+    if isinstance(value, dict) and TARGET in value:
+        yield value[TARGET], {k: v for k, v in value.items() if not k.startswith("_")}

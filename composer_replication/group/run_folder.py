@@ -52,7 +52,7 @@ WARN_EVERY_S = 60.0
 OUTER_STEP = "diloco/outer_step"
 
 
-def make_run_folder(config: dict[str, Any], config_path: str | Path) -> Path:
+def make_run_folder(config: Mapping[str, Any], config_path: str | Path) -> Path:
     """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
 
     With ``autoresume`` the run in that folder is continued. The folder is locked until this process

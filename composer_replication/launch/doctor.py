@@ -27,12 +27,18 @@ from rich.table import Table
 
 from composer_replication import __version__
 from composer_replication.arguments import in_yaml
+from composer_replication.config_file import (
+    TARGET,
+    diloco_section,
+    read_diloco,
+    read_unresolved,
+    with_values,
+)
 from composer_replication.launch.commands import OptionalConfig, Overrides
 from composer_replication.launch.output import FAILED
 from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
 from composer_replication.replica import addresses, lighthouse
-from composer_replication.training import config as configs
-from composer_replication.training.preflight import save_folder_of
+from composer_replication.training import load_config, save_folder_of
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 STYLES = {OK: "green", WARNING: "yellow", ERROR: "bold red"}
@@ -134,13 +140,13 @@ def check_settings(job: Job) -> Iterator[Row]:
     if job.path is None:
         return
     # Another program may have resolvers of its own for ${...}.
-    values = configs.read_config(job.path, job.overrides, resolve=False)
+    values = read_unresolved(job.path, job.overrides)
     job.section = values
     if "callbacks" in values:
-        job.is_ours = "train_loader" in values and "tokenizer" not in values  # llm-foundry's
-        job.config = configs.load_config(job.path, job.overrides) if job.is_ours else values
-        job.section = configs.diloco_section(job.config)
-    settings, job.options = configs.read_diloco(job.section)
+        job.is_ours = TARGET in (values.get("model") or ())
+        job.config = load_config(job.path, job.overrides) if job.is_ours else values
+        job.section = diloco_section(job.config)
+    settings, job.options = read_diloco(job.section)
     listed = ", ".join(f"{name}={in_yaml(value)}" for name, value in job.section.items())
     yield OK, "settings", f"{job.path}: {listed or 'no callbacks.diloco, so the defaults'}"
     length = str(job.config.get("max_duration"))
@@ -185,7 +191,8 @@ def check_folders(job: Job) -> Iterator[Row]:
     run_dir, saved = job.options.run_dir or job.config.get("run_dir"), job.config.get("save_folder")
     if job.is_ours:
         run_dir = run_dir or "runs"  # where `launch` makes a folder for the run
-        saved = save_folder_of(job.config, run_dir, job.options.replica_id or 0)
+        in_run = with_values(job.config, run_dir=run_dir)
+        saved = save_folder_of(in_run, job.options.replica_id or 0)
     for key, folder in (("run_dir", run_dir), ("save_folder", saved)):
         if folder is None or "://" in folder:
             continue

@@ -12,18 +12,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from composer_replication.group.run_folder import CONFIG, log_path
-from composer_replication.launch.commands import JobOptions
-from composer_replication.options import HOSTNAME
-from composer_replication.training.config import (
+from composer_replication.config_file import (
     SECTION,
     ConfigError,
     diloco_section,
-    load_config,
     load_settings,
     read_value,
 )
-from composer_replication.training.preflight import check_device
+from composer_replication.group.run_folder import CONFIG, log_path
+from composer_replication.launch.commands import JobOptions
+from composer_replication.options import HOSTNAME
+from composer_replication.training import load_config
 
 TRAIN = [sys.executable, "-m", "composer_replication", "train", f"{{run_dir}}/{CONFIG}"]
 """The command that trains a group from the config in the run's folder."""
@@ -43,8 +42,7 @@ class Job:
 
     Attributes:
         config: What becomes the run folder's ``config.yaml``. The launcher reads ``run_dir``,
-            ``autoresume`` (whether the run in that folder is continued), ``callbacks.diloco`` and,
-            if there is one, ``model``.
+            ``autoresume`` (whether the run in that folder is continued) and ``callbacks.diloco``.
         source: Where the settings come from, for people.
         name: A file after which the run's folder is named, unless ``run_dir`` names it.
         command: The command line of a group, with ``{replica_id}`` and ``{run_dir}`` where they are
@@ -55,7 +53,7 @@ class Job:
         is_own: Whether the command is the user's own, which may lack the callback.
     """
 
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     source: str
     name: str | Path
     command: Sequence[str]
@@ -184,7 +182,6 @@ def check_launch(job: Job, replicas: int) -> None:
         ConfigError: A setting contradicts the launch. The message names it and the fix.
     """
     nproc = 1 if job.nproc is None else job.nproc
-    check_device(job.config)
     if replicas < 1 or nproc < 1:
         raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
     section = diloco_section(job.config)

@@ -20,6 +20,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from composer_replication.config_file import (
+    ConfigError,
+    diloco_section,
+    model_section,
+    read_diloco,
+    save_config,
+    with_values,
+)
 from composer_replication.group.run_folder import CONFIG, log_path, make_run_folder
 from composer_replication.launch.commands import CommandLine, OptionalCount
 from composer_replication.launch.coordinator_command import TOKEN_FILE, write_token_file
@@ -52,12 +60,6 @@ from composer_replication.launch.supervision import (
 )
 from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, check_replica_id
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import (
-    ConfigError,
-    diloco_section,
-    read_diloco,
-    save_config,
-)
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ def launch_groups(
     from composer_replication.coordinator.server import Coordinator
 
     run_dir = make_run_folder(job.config, job.name)
-    config: dict[str, Any] = job.config | {"run_dir": str(run_dir)}
+    config = with_values(job.config, run_dir=str(run_dir))
     save_config(config, run_dir / CONFIG)
     console = Console(highlight=False)
     console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
@@ -144,7 +146,7 @@ def launch_groups(
         straggler_timeout_s=straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,
-        model_section=config.get("model"),
+        model_section=model_section(config),
         record=RunRecord(run_dir),
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.

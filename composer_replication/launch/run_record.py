@@ -5,7 +5,6 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -173,19 +172,9 @@ def result_of(run: Run) -> list[tuple[str, str]]:
     Terminal, page and report show the same. For a run that goes on it is the result so far.
     """
     rows = []
-    bits = run.evaluation
-    if "bits_per_byte" in bits:
-        beside = ", ".join(
-            f"{name.replace('_', ' ')} {bits[key]:.3f}"
-            for name in ("data_parallel", "unigram", "uniform")
-            if (key := f"{name}_bits_per_byte") in bits
-        )
-        # The training loss of such a model is in nats.
-        nats = f"{math.log(2) * bits['bits_per_byte']:.3f} nats per byte"
-        rows.append(("held-out loss", f"{nats}: {bits['bits_per_byte']:.3f} bits ({beside})"))
-    elif bits:
-        speeds = "_runtime", "_per_second"  # the Trainer's, which are no result
-        shown = [f"{n} {bits[n]:.4g}" for n in bits if not n.endswith(speeds)]
+    speeds = "_runtime", "_per_second"  # the Trainer's, which are no result
+    shown = [f"{n} {value:.4g}" for n, value in run.evaluation.items() if not n.endswith(speeds)]
+    if shown:
         rows.append(("evaluation", ", ".join(shown)))
     rows += _describe_traffic(run)
     if run.digests:

@@ -10,8 +10,7 @@ from cells import Cell
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from composer_replication.training import Muon
-from composer_replication.training.muon import muon_update
+from examples.quickstart.muon import Muon, muon_update
 
 
 class RisingMomentum(torch.optim.SGD):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 
-from composer_replication.training.byte_gpt import ByteGPT
-from composer_replication.training.loaders import TextBytes
+from examples.quickstart.byte_gpt import ByteGPT
+from examples.quickstart.text import TextBytes
 
 LENGTH, SHORT = 128, 64
 SIDE, TRAINED, HELD_OUT, COPIES, NOISE = 12, 1440, 357, 24, 0.4

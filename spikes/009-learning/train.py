@@ -21,8 +21,8 @@ from torchft.data import DistributedSampler
 from composer_replication import DiLoCo, SyncReport, simulate
 from composer_replication.diloco import hang_watch
 from composer_replication.simulation import Fault, SimulationError
-from composer_replication.training import Muon
-from composer_replication.training.byte_gpt import BitsPerByte
+from examples.quickstart.byte_gpt import BitsPerByte
+from examples.quickstart.muon import Muon
 
 SYNCS = 120
 """Of so many, the first ones, a training keeps what was measured: that is for an early verdict."""

@@ -9,14 +9,14 @@ import threading
 import psutil
 import pytest
 from composer_jobs import Each, data, train, trainer_of
-from text_config import write_config
+from text_config import DILOCO, text_job, write_config
 from torch import is_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.training.config import load_config
-from composer_replication.training.trainer import train as train_config
+from composer_replication.training import load_config
+from composer_replication.training import train as train_config
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +31,8 @@ def alone(**diloco):
 
 # ---- the way in -----------------------------------------------------------------------------
 
-CONFIG = """
-max_duration: 110ba
-device: cpu
-global_train_batch_size: 2
-model: {name: byte_gpt, d_model: 16, n_heads: 2, n_layers: 1, max_seq_len: 16}
-train_loader: {name: text, max_seq_len: 16, path: TEXT}
-optimizer: {name: decoupled_adamw, lr: 1.0e-3}
-callbacks:
-  diloco:
-    num_replicas: 1
-"""
+OWN = f"max_duration: 110ba\ndevice: cpu\ncallbacks: {{diloco: {{{DILOCO}, num_replicas: 1}}}}\n"
+CONFIG = text_job(OWN, d_model=16, length=16, batch=2)
 
 
 @pytest.fixture
@@ -50,7 +41,7 @@ def config(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_lines_of_yaml_train_and_autoresume_goes_on(config, tmp_path):
+def test_a_yaml_train_and_autoresume_goes_on(config, tmp_path):
     result = train_config(load_config(config))
     assert result["replica_id"] == "0"
     assert (result["inner_steps"], result["outer_steps"]) == (110, 6)  # rounds of 20, and the end

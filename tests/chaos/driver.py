@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from composer_replication.config_file import ConfigError, with_values
 from composer_replication.group.run_folder import make_run_folder
 from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.run_record import open_run
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
-from composer_replication.training.config import ConfigError, diloco_section
 
 from .at_start.fault_injection import unreliable
 from .history import History
@@ -67,11 +67,9 @@ def run_chaos(
     if unknown or not kinds:
         raise ConfigError(f"--kinds {','.join(kinds)}: use some of {','.join(KINDS)}")
     speeds = read_speeds(slow, replicas)
-    diloco = diloco_section(job.config) | {"digest_every": 1}
-    config = endless(job.config)
-    config = config | {"callbacks": config["callbacks"] | {"diloco": diloco}}
+    config = with_values(endless(job.config), callbacks={"diloco": {"digest_every": 1}})
     run_dir = make_run_folder(config, job.name)
-    config["run_dir"] = str(run_dir)
+    config = with_values(config, run_dir=str(run_dir))
     repeat = {"seed": seed, "kinds": list(kinds), "faults_per_minute": faults_per_minute}
     repeat |= {"replicas": replicas, "slow": speeds}
     repeat |= {"straggler_timeout_s": straggler_timeout_s}
@@ -108,17 +106,15 @@ def run_chaos(
     return status or int(not verdict["is_clean"])
 
 
-def endless(config: dict[str, Any]) -> dict[str, Any]:
+def endless(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a config that trains until somebody ends it, at a constant learning rate.
 
     How long a command trains is in the command, so nothing changes there.
     """
     if "max_duration" not in config:
         return config
-    config = config | {"max_duration": ENDLESS}
-    config.pop("eval_interval", None)
-    config.pop("scheduler", None)  # a run without an end has no schedule
-    return config
+    # A run without an end has no schedule.
+    return with_values(config, max_duration=ENDLESS, eval_interval="1ep", schedulers=None)
 
 
 def _in_words(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer_replication.training.config import ConfigError
+from composer_replication.config_file import ConfigError
 
 SLOWEST = 0.1
 """A slower group would be stopped for longer than its heartbeats may be missing."""

@@ -20,11 +20,11 @@ from forked_commands import ForkedCommand, run
 from pace import paced
 from text_config import TINY
 
+from composer_replication.config_file import ConfigError
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import TRAIN, Job, job_of
 from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import GroupRecord
-from composer_replication.training.config import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -76,7 +76,7 @@ COMBINATIONS = {
     ),
     "`DecoupledAdamW`": optimizer(lambda ps: DecoupledAdamW(ps, lr=1e-3, weight_decay=1e-4)),
     "`DecoupledSGDW`": optimizer(lambda ps: DecoupledSGDW(ps, lr=0.05, weight_decay=1e-4)),
-    "`Muon` of this package": optimizer(lambda ps: muon_by_shape(ps, lr=1e-2)),
+    "`Muon` of the quickstart": optimizer(lambda ps: muon_by_shape(ps, lr=1e-2)),
     "Composer's schedulers": part(
         lambda: {"schedulers": CosineAnnealingWithWarmupScheduler(t_warmup="2ba")}
     ),

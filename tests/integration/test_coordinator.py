@@ -3,7 +3,6 @@
 Real: the commands `coordinator` and `train` in processes of their own, lighthouse and gloo.
 """
 
-import re
 import signal
 import subprocess
 import sys
@@ -17,19 +16,18 @@ from forked_commands import ForkedCommand
 from integration.groups import free_port
 from pace import paced
 from run_events import syncs_of
+from text_config import DILOCO, text_job
 from waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
-CONFIG = """
-max_duration: 100000ba
-global_train_batch_size: 8
-model: {name: byte_gpt, d_model: 32, n_heads: 2, n_layers: 2, max_seq_len: 32}
-train_loader: {name: text, path: null, max_seq_len: 32}
-optimizer: {name: adamw, lr: 1.0e-3}
-callbacks: {diloco: {sync_every: 20, num_fragments: 2, schedule: []}}
-"""
 TOKEN = "a-secret"
+
+
+def config_of(diloco: str) -> str:
+    """A config with these settings and options of DiLoCo."""
+    callbacks = f"callbacks: {{diloco: {{{DILOCO}, {diloco}}}}}"
+    return text_job(f"max_duration: 100000ba\n{callbacks}\n", n_layers=2, batch=8)
 
 
 def command(
@@ -64,14 +62,14 @@ class Run:
     """A coordinator and its groups."""
 
     def __init__(
-        self, folder: Path, diloco: str = "{sync_every: 20, num_fragments: 2, schedule: []}"
+        self, folder: Path, diloco: str = "sync_every: 20, num_fragments: 2, schedule: []"
     ) -> None:
         self.folder = folder
         self.config = folder / "tiny.yaml"
-        self.config.write_text(re.sub("{sync_every.*(?=})", diloco, CONFIG))
+        self.config.write_text(config_of(diloco))
         # A third group has a share of the data, and is not waited for any longer after 8 s.
-        own = "{digest_every: 1, start_timeout_s: 8, on_start_timeout: start}}"
-        (folder / "groups.yaml").write_text(re.sub("{sync_every.*}}", own, CONFIG))
+        own = "digest_every: 1, start_timeout_s: 8, on_start_timeout: start"
+        (folder / "groups.yaml").write_text(config_of(own))
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
         self.processes: list[subprocess.Popen[str]] = []
@@ -154,23 +152,15 @@ MISFITS = {
     ),
     "a living group's name": ([], {"REPLICA_GROUP_ID": "1"}, "'1' is alive"),
 }
-BEFORE_COMPOSER = MISFITS.keys() - {"another model by its shapes"}
-"""Those that are found out before Composer is imported, which takes seconds."""
 
 
 def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
     groups = [run.start(i) for i in range(2)]
     run.wait_for_syncs(3)
-    early = tmp_path / "early" / "composer"
-    early.mkdir(parents=True)
-    (early / "__init__.py").write_text("raise AssertionError('imported before the refusal')")
     misfits = {}
     for name, (overrides, environ, _) in MISFITS.items():
-        is_early = name in BEFORE_COMPOSER
-        path = {"PYTHONPATH": str(early.parent)} if is_early else {}
         overrides = [*overrides, f"run_dir={tmp_path / 'misfit'}"]
-        start = subprocess.Popen if is_early else ForkedCommand  # a fork has imported all
-        misfits[name] = run.start(2, *overrides, start=start, **environ | path)
+        misfits[name] = run.start(2, *overrides, start=ForkedCommand, **environ)
     for name, process in misfits.items():
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 2, (name, output)
@@ -194,7 +184,7 @@ def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
 
 def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_back(start):
     row = "{outer_step: 6, outer_lr: 0.5, outer_momentum: 0.0}"
-    run = start(f"{{sync_every: 20, num_fragments: 2, schedule: [{row}]}}")
+    run = start(f"sync_every: 20, num_fragments: 2, schedule: [{row}]")
     groups = [run.start(i) for i in range(2)]
     run.wait_for_syncs(2)
     for _ in range(2):

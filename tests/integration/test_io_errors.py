@@ -16,7 +16,9 @@ from failing_disk import Disk, each_failure
 from rich.console import Console
 from run_events import events_of, result_of, syncs_of
 from scripted_groups import supervise, write
+from text_config import TINY
 
+from composer_replication.config_file import save_config
 from composer_replication.diloco import fence
 from composer_replication.group import reports, run_folder
 from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
@@ -24,7 +26,7 @@ from composer_replication.launch import supervision
 from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.run_record import describe, open_run, write_summary
 from composer_replication.simulation.simulation import SimulationError
-from composer_replication.training.config import load_config, save_config
+from composer_replication.training import load_config
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -103,16 +105,6 @@ def test_a_group_goes_on_where_it_was_at_each_failure(disk, folders):
     assert "read events.jsonl" in each_failure(disk, prepare, start, judge)
 
 
-CONFIG_TEXT = """
-max_duration: 4ba
-global_train_batch_size: 4
-model: {name: byte_gpt, d_model: 8, n_heads: 2, n_layers: 1, max_seq_len: 16}
-train_loader: {name: text, max_seq_len: 16}
-optimizer: {name: adamw, lr: 0.001}
-callbacks: {diloco: {sync_every: 2}}
-"""
-
-
 def console_of_nobody():
     return Console(file=io.StringIO())
 
@@ -131,7 +123,7 @@ def prepared_run(folders):
 
 @pytest.mark.slow
 def test_a_start_works_or_ends_with_the_error_that_names_the_file(disk, folders, tmp_path):
-    (tmp_path / "given.yaml").write_text(CONFIG_TEXT)
+    (tmp_path / "given.yaml").write_text(TINY)
     config = load_config(tmp_path / "given.yaml")
 
     def start(run_dir):

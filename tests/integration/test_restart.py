@@ -15,24 +15,29 @@ import psutil
 import pytest
 from integration.groups import Launch
 from run_events import events_of, syncs_of
-from text_config import TINY
+from text_config import TINY, text_job
 
 pytestmark = pytest.mark.integration
 
 LATEST = "latest-rank0.pt"
-CONFIG = """
+OWN = """
 max_duration: 180ba
-global_train_batch_size: 8
-model: {name: byte_gpt, d_model: 64, n_heads: 2, n_layers: 2, max_seq_len: 64}
-train_loader: {name: text, path: null, max_seq_len: 64}
-optimizer: {name: adamw, lr: 1.0e-3}
-scheduler: {name: cosine_with_warmup, t_warmup: 10ba, alpha_f: 0.1}
+schedulers:
+  _target_: composer.optim.CosineAnnealingWithWarmupScheduler
+  t_warmup: 10ba
+  alpha_f: 0.1
 callbacks:
-  diloco: {sync_every: 10, num_fragments: 2, fragment_sync_delay: 2, fragment_update_alpha: 0.5}
+  diloco:
+    _target_: composer_replication.DiLoCoCallback
+    sync_every: 10
+    num_fragments: 2
+    fragment_sync_delay: 2
+    fragment_update_alpha: 0.5
 autoresume: true
 save_folder: checkpoints
 save_interval: 67ba  # two steps after a sync began, two before its outer step: in mid-round
 """
+CONFIG = text_job(OWN, d_model=64, n_layers=2, length=64, batch=8)
 
 
 def wait_for_checkpoints(launch, name):
@@ -112,7 +117,7 @@ ARGUMENTS = [
     "log_to_console=true",  # Composer's own prints, into a file on that disk
     "eval_interval=100000ba",
     *("model.d_model=32", "model.n_heads=2", "model.n_layers=1", "model.max_seq_len=32"),
-    *("train_loader.max_seq_len=32", "eval_loader.max_seq_len=32"),
+    *("train_dataloader.max_seq_len=32", "eval_dataloader.max_seq_len=32"),
 ]
 
 

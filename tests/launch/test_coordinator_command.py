@@ -8,13 +8,13 @@ import re
 
 import pytest
 
+from composer_replication.config_file import ConfigError
 from composer_replication.launch.coordinator_command import (
     choose_tokens,
     read_token_file,
     write_token_file,
 )
 from composer_replication.launch.launcher import token_hint
-from composer_replication.training.config import ConfigError
 
 ANY = "[::]:29512"
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 from scripted_groups import supervise
 
+from composer_replication.config_file import read_value, save_config
 from composer_replication.group.run_folder import STATUS
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import (
@@ -22,7 +23,6 @@ from composer_replication.launch.job import (
 )
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.supervision import MISSING_CALLBACK
-from composer_replication.training.config import read_value, save_config
 
 
 def test_a_command_gets_its_group_and_the_runs_folder(tmp_path):

@@ -43,7 +43,7 @@ for step in (1, 2):
     sync |= {"sync_seconds": 0.1, "compute_fraction": 0.9, "global_digest": digest}
     line = {f"diloco/{key}": value for key, value in sync.items()}
     record("sync", line | {"inner_steps": 10 * step, "loss": 4.0 - step})
-bits = {"bits_per_byte": 3.2, "unigram_bits_per_byte": 4.7, "uniform_bits_per_byte": 8.0}
+bits = {"BitsPerByte": 3.2}
 result = {"replica_id": replica_id, "inner_steps": 20, "outer_steps": 2, "final_loss": 2.0}
 record("end", result | {"global_digest": digest, "eval": bits})
 """
@@ -157,7 +157,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
     run_dir = tmp_path / "run"
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["outer_steps"] == 2
-    assert summary["eval"]["bits_per_byte"] == 3.2
+    assert summary["eval"]["BitsPerByte"] == 3.2
     assert 0.0 <= summary["replicas"][1].pop("share_of_time_in_inner_steps") <= 1.0
     assert summary["replicas"][1] == {
         "replica_id": "1",
@@ -172,7 +172,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
     assert "sync_every: 10" in (run_dir / "config.yaml").read_text()
     said = capsys.readouterr().out
     assert "\nSettings from tiny.yaml: sync_every=10\n" in said
-    assert "3.200 bits (unigram 4.700, uniform 8.000)" in said
+    assert "BitsPerByte 3.2" in said
     assert "equal in 2 groups after 2 outer steps: abababab" in said
     # Two syncs of 4000 bytes; data parallel sends as much in each of 20 inner steps.
     assert "8 kB in 2 syncs; data parallel: 80 kB in 20 inner steps (10 times as much)" in said

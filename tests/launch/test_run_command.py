@@ -16,8 +16,8 @@ import psutil
 import pytest
 from waiting import wait_until
 
+from composer_replication.config_file import ConfigError
 from composer_replication.launch.launcher import ENGINES, replica_id_from, run_group
-from composer_replication.training.config import ConfigError
 
 ARGUMENTS = {"restarts": 3, "backoff_s": 0.01, "hang_timeout_s": 15.0}
 

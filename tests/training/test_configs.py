@@ -5,15 +5,14 @@ from pathlib import Path
 import pytest
 
 from composer_replication import DiLoCoCallback, simulate
-from composer_replication.training.building import build_one
-from composer_replication.training.config import load_config
-from composer_replication.training.trainer import build_trainer
+from composer_replication.config_file import diloco_section
+from composer_replication.training import build_trainer, load_config
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 SMALL = [
     *("device=cpu", "precision=fp32", "model.d_model=32", "model.n_heads=2"),  # the same blocks
-    *(f"{section}.max_seq_len=32" for section in ("model", "train_loader", "eval_loader")),
-    *("global_train_batch_size=2", "device_train_microbatch_size=1", "device_eval_batch_size=2"),
+    *("model.max_seq_len=32", "eval_dataloader.max_seq_len=32", "eval_dataloader.batch_size=2"),
+    *("train_dataloader.batch_size=2", "device_train_microbatch_size=1"),
     "eval_subset_num_batches=1",
 ]
 
@@ -21,13 +20,12 @@ SMALL = [
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.slow
 def test_a_config_builds_its_trainer_and_splits_its_model(path):
-    config = load_config(path, SMALL)
+    text = ".dataset" if path.stem == "leased" else ""
+    config = load_config(path, [*SMALL, f"train_dataloader{text}.max_seq_len=32"])
+    section = diloco_section(config)
 
     def replica(sim):
-        own = {"replica_id": 0, "num_replicas": 1, "run_dir": None}
-        section = config["callbacks"]["diloco"] | own
-        callback = build_one("callbacks", {"diloco": section}, manager=sim.manager)
-        assert isinstance(callback, DiLoCoCallback)
+        callback = DiLoCoCallback(**section, replica_id=0, num_replicas=1, manager=sim.manager)
         trainer = build_trainer(config, callback)
         trainer.fit(duration="1ba")
         trainer.close()

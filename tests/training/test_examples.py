@@ -17,8 +17,7 @@ from run_events import result_of
 
 from composer_replication.launch.job import TRAIN, Job
 from composer_replication.launch.launcher import launch_groups
-from composer_replication.training.config import load_config
-from composer_replication.training.trainer import simulate_replicas
+from composer_replication.training import load_config, simulate_replicas
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -95,8 +94,8 @@ def test_a_streaming_dataset_on_disk_with_leases(train, tmp_path, monkeypatch):
     write(str(tmp_path / "shapes"), length)
     results, _ = train(
         "streaming_dataset.yaml",
-        f"train_loader.dataset.local={tmp_path / 'shapes'}",
-        "train_loader.unit_size=16",
+        f"train_dataloader.dataset.local={tmp_path / 'shapes'}",
+        "train_dataloader.unit_size=16",
         "max_duration=1ep",
     )
     assert sum(result["inner_steps"] for result in results) >= length // 8

@@ -1,6 +1,6 @@
 """Muon for the matrices of hidden layers and AdamW for all other parameters, in one optimizer.
 
-A Composer script and llm-foundry can use it too.
+It needs torch alone: copy it into your own job, whatever its trainer.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-
-from composer_replication.arguments import check_number
-from composer_replication.diloco.fragments import listed
 
 log = logging.getLogger(__name__)
 
@@ -170,10 +167,14 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for name in ("lr", "weight_decay", "eps"):
-            check_number(name, group[name], 0, inf)
-        shares = (group["momentum"], *group["betas"])
-        for name, share in zip(("momentum", "betas[0]", "betas[1]"), shares, strict=True):
-            check_number(name, share, 0, 1, below=True)
+            if not 0 <= group[name] < inf:
+                raise ValueError(f"{name}={group[name]!r}: use a number of 0 or more")
+        for name, share in (
+            ("momentum", group["momentum"]),
+            *(("betas", b) for b in group["betas"]),
+        ):
+            if not 0 <= share < 1:
+                raise ValueError(f"{name}={group[name]!r}: use numbers from 0 to below 1")
         others = [tuple(p.shape) for p in group["params"] if not is_matrix(p)]
         if group["use_muon"] and others:
             raise ValueError(
@@ -283,7 +284,7 @@ def split_groups(params: Iterable[Any], adamw_names: str) -> list[dict[str, Any]
             f"there is no matrix of a hidden layer for Muon, and {count[False]} parameters for "
             "AdamW: use another optimizer, or other adamw_names"
         )
-    names = listed(found) or "none"
+    names = ", ".join(found) or "none"
     log.info(
         "Muon trains %d parameters, AdamW %d; matrices among these: %s", *count.values(), names
     )

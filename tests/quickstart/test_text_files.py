@@ -1,19 +1,11 @@
 """Which files are trained on and which are held out.
 
-Run: pytest tests/training/test_text_files.py.
+Run: pytest tests/quickstart/test_text_files.py.
 """
-
-import math
-import subprocess
-import sys
 
 import pytest
 
-from composer_replication.training.text_files import (
-    TextFolder,
-    check_text_folder,
-    unigram_bits_per_byte,
-)
+from examples.quickstart.text import check_text_folder
 
 
 def write_files(folder, num_files=120, text="some text\n"):
@@ -79,14 +71,6 @@ def test_the_standard_library_is_python_source_without_tests_or_packages():
     assert 0.01 < folder.num_bytes("eval") / folder.num_bytes("train") < 0.1
 
 
-def test_unigram_bits_are_those_worked_out_by_hand(tmp_path):
-    (tmp_path / "train").write_text("aaab")
-    (tmp_path / "eval").write_text("ab")
-    folder = TextFolder(root=tmp_path, train=("train",), eval=("eval",))
-    # a: (3 + 1) / (4 + 256) = 1/65, b: (1 + 1) / 260 = 1/130.
-    assert unigram_bits_per_byte(folder) == pytest.approx((math.log2(65) + math.log2(130)) / 2)
-
-
 @pytest.mark.parametrize(
     ("name", "num_files", "message"),
     [
@@ -122,8 +106,3 @@ def test_more_text_than_memory_should_hold_is_refused_before_it_is_read(tmp_path
 def test_an_unknown_split_is_refused(tmp_path):
     with pytest.raises(ValueError, match="split='test' is unknown. Use 'train' or 'eval'"):
         check_text_folder(write_files(tmp_path)).read_bytes("test")  # pyright: ignore[reportArgumentType]
-
-
-def test_the_module_loads_without_torch():
-    check = "import sys, composer_replication.training.text_files; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

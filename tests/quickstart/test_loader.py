@@ -1,4 +1,4 @@
-"""The samples each rank of each group reads. Run: pytest tests/training/test_loaders.py.
+"""The samples each rank of each group reads. Run: pytest tests/quickstart/test_loader.py.
 
 Real: files, torch's DataLoader, torchft's sampler, Composer's evaluation loop. Ranks are played
 one after the other, by telling Composer's `dist` through the environment which one it is.
@@ -7,7 +7,7 @@ one after the other, by telling Composer's `dist` through the environment which 
 import pytest
 import torch
 
-from composer_replication.training.loaders import TextBytes, build_text_loader
+from examples.quickstart.text import TextBytes, text_loader
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def read_shares(monkeypatch, folder, *, epoch=0, seed=0):
     for replica_rank in range(2):
         for rank in range(2):
             play_rank(monkeypatch, rank, 2)
-            loader = build_text_loader(
+            loader = text_loader(
                 path=folder,
                 max_seq_len=4,
                 batch_size=5,
@@ -82,14 +82,14 @@ def test_shares_of_two_groups_of_two_ranks_are_disjoint_and_cover_the_text(folde
 
 def test_the_order_does_not_touch_torchs_default_generator(folder):
     before = torch.get_rng_state()
-    read(build_text_loader(path=folder, max_seq_len=4, batch_size=5))
+    read(text_loader(path=folder, max_seq_len=4, batch_size=5))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_every_group_evaluates_all_held_out_text_shared_among_its_ranks(folder, monkeypatch):
     def held_out(replica_rank):
         return read(
-            build_text_loader(
+            text_loader(
                 path=folder,
                 max_seq_len=4,
                 batch_size=2,
@@ -108,7 +108,7 @@ def test_every_group_evaluates_all_held_out_text_shared_among_its_ranks(folder, 
 
 
 def test_evaluations_see_the_same_first_batches_at_every_step(folder):
-    loader = build_text_loader(path=folder, max_seq_len=4, batch_size=2, split="eval")
+    loader = text_loader(path=folder, max_seq_len=4, batch_size=2, split="eval")
     first = read(loader)
     loader.sampler.set_epoch(17)  # pyright: ignore[reportAttributeAccessIssue]  # as Composer does
     assert read(loader) == first
@@ -116,4 +116,4 @@ def test_evaluations_see_the_same_first_batches_at_every_step(folder):
 
 def test_a_batch_larger_than_a_ranks_share_is_refused(folder):
     with pytest.raises(ValueError, match="20 samples for each rank, less .* batch_size=21"):
-        build_text_loader(path=folder, max_seq_len=4, batch_size=21, num_replica_groups=2)
+        text_loader(path=folder, max_seq_len=4, batch_size=21, num_replica_groups=2)

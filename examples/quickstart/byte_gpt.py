@@ -76,8 +76,8 @@ class Block(nn.Module):
 class ByteGPT(ComposerModel):
     """A decoder-only transformer that predicts the next byte. Its arguments are named as in MPT.
 
-    A batch is what :class:`~composer_replication.training.loaders.TextBytes` yields: ``labels``
-    are already shifted. The loss is in nats, the evaluation metric ``BitsPerByte`` in bits.
+    A batch is what ``TextBytes`` in ``text.py`` yields: ``labels`` are already shifted. The loss is
+    in nats, the evaluation metric ``BitsPerByte`` in bits.
 
     There is no dropout: simulated replicas are threads that share torch's generator, so random
     numbers drawn in training would make a run depend on which thread comes first. The initial

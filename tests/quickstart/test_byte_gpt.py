@@ -1,4 +1,4 @@
-"""The small model of the main job. Run: pytest tests/training/test_byte_gpt.py."""
+"""The small model of the main job. Run: pytest tests/quickstart/test_byte_gpt.py."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from composer_replication.training.byte_gpt import BitsPerByte, ByteGPT
+from examples.quickstart.byte_gpt import BitsPerByte, ByteGPT
 
 
 def small_model(**changes: Any):

@@ -1,4 +1,4 @@
-"""The inner optimizer Muon. Run: pytest tests/training/test_muon.py
+"""The inner optimizer Muon. Run: pytest tests/quickstart/test_muon.py
 
 Its update is compared with one by singular value decomposition in double precision, written down
 here. Real: torch's optimizers. Replica groups are threads over the simulation's shared buffer.
@@ -16,11 +16,11 @@ from text_config import TINY, write_config
 from torch import nn
 
 from composer_replication.callback import DiLoCoCallback
+from composer_replication.config_file import ConfigError
 from composer_replication.simulation.simulation import Fault
-from composer_replication.training.byte_gpt import ByteGPT
-from composer_replication.training.config import ConfigError, load_config
-from composer_replication.training.muon import Muon, muon_update
-from composer_replication.training.trainer import build_trainer
+from composer_replication.training import build_trainer, load_config
+from examples.quickstart.byte_gpt import ByteGPT
+from examples.quickstart.muon import Muon, muon_update
 
 # ---- the update ------------------------------------------------------------------------------
 
@@ -258,12 +258,12 @@ def one(*shape):
         (lambda: Muon(TinyMLP().parameters()), r"without names: pass model.named_parameters\(\)"),
         (lambda: Muon([("bias", one(3))]), "no matrix of a hidden layer for Muon, and 1 param"),
         (lambda: Muon([("w", one(2, 2))], adamw_names="("), r"adamw_names='\(' is no regular"),
-        (lambda: Muon([("w", one(2, 2))], lr=-1.0), "lr=-1.0: use a number 0 or more"),
+        (lambda: Muon([("w", one(2, 2))], lr=-1.0), "lr=-1.0: use a number of 0 or more"),
         (
             lambda: Muon([("w", one(2, 2))], momentum=1.0),
-            "momentum=1.0: use a number between 0 and 1, exclusive",
+            "momentum=1.0: use numbers from 0 to below 1",
         ),
-        (lambda: Muon([("w", one(2, 2))], betas=(0.9, 1.5)), r"betas\[1\]=1.5: use a number"),
+        (lambda: Muon([("w", one(2, 2))], betas=(0.9, 1.5)), r"betas=\(0.9, 1.5\): use numbers"),
         (
             lambda: Muon([{"params": one(3), "use_muon": True}]),
             r"parameter of shape \(3,\): set use_muon=False for it. If FSDP1 has",
@@ -322,8 +322,9 @@ def test_a_batch_that_is_not_a_number_costs_one_round_and_the_state_begins_anew(
 
 @pytest.fixture
 def config(tmp_path):
-    path = write_config(tmp_path, TINY.replace("null", "TEXT"))
-    return lambda *overrides: load_config(path, ["optimizer.name=muon", "device=cpu", *overrides])
+    path = write_config(tmp_path, TINY)
+    muon = "optimizers._target_=examples.quickstart.muon.Muon"
+    return lambda *overrides: load_config(path, [muon, "device=cpu", *overrides])
 
 
 def test_a_config_hands_over_the_names_and_an_error_names_the_section(config):
@@ -332,13 +333,13 @@ def test_a_config_hands_over_the_names_and_an_error_names_the_section(config):
         trainer.close()
         return trainer.state
 
-    state = build("optimizer.betas=[0.8,0.9]", "optimizer.nesterov=false")
+    state = build("optimizers.betas=[0.8,0.9]", "optimizers.nesterov=false")
     [optimizer] = state.optimizers
     names, _ = trained_by(optimizer, state.model)
     assert len(names) == 4 and all(name.startswith("blocks.") for name in names)
     assert "param_names" not in optimizer.param_groups[0]
     assert [*optimizer.param_groups[0]["betas"]] == [0.8, 0.9]
-    with pytest.raises(ConfigError, match=r"optimizer: momentum=2: use a number between"):
-        build("optimizer.momentum=2")
-    with pytest.raises(ConfigError, match="optimizer has no 'ns_steps'"):
-        build("optimizer.ns_steps=3")
+    with pytest.raises(ConfigError, match=r"optimizers: momentum=2: use numbers from 0"):
+        build("optimizers.momentum=2")
+    with pytest.raises(ConfigError, match="optimizers: .* unexpected keyword argument 'ns_steps'"):
+        build("optimizers.ns_steps=3")

@@ -1,18 +1,21 @@
-"""Selects the text files that a run trains on, and those that it holds out.
+"""Text of a folder as samples of bytes, and a loader that gives each replica group its share.
 
-It uses the standard library only and reads names, sizes and the first bytes of each file, so that a
-launcher can reject a bad folder before it starts a process.
+Whole files are held out for the evaluation. Composer's own sampler gives every replica group the
+same samples, since each group is a job of its own; this one knows the group and the rank in it.
 """
 
 import codecs
 import hashlib
-import math
 import os
 import sysconfig
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
+
+import torch
+from composer.utils import dist
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchft.data import DistributedSampler
 
 Split = Literal["train", "eval"]
 
@@ -104,18 +107,6 @@ def check_text_folder(path: str | Path | None = None, *, max_seq_len: int = 1) -
     return folder
 
 
-def unigram_bits_per_byte(folder: TextFolder) -> float:
-    """Bits per held-out byte of a model that only knows how often each byte occurs in training.
-
-    A language model learns this first; one that does not beat it has learned nothing else. Every
-    count has one added, so that a byte never seen in training costs a finite number of bits.
-    """
-    train, held_out = Counter(folder.read_bytes("train")), Counter(folder.read_bytes("eval"))
-    total = train.total() + 256
-    bits = sum(n * -math.log2((train[byte] + 1) / total) for byte, n in held_out.items())
-    return bits / held_out.total()
-
-
 def _check_sizes(folder: TextFolder, max_seq_len: int) -> None:
     sizes: dict[Split, int] = {"train": folder.num_bytes("train"), "eval": folder.num_bytes("eval")}
     if sum(sizes.values()) > _MAX_FOLDER_BYTES:
@@ -171,3 +162,106 @@ def _looks_like_text(path: Path) -> bool:
     except UnicodeDecodeError:
         return False
     return b"\0" not in head
+
+
+class TextBytes(Dataset[dict[str, torch.Tensor]]):
+    """The bytes of a folder's text files, cut into windows that do not overlap.
+
+    A sample is ``{"input_ids", "labels"}``, both int64 of shape (max_seq_len,). A label is the byte
+    that follows its input, so it is already shifted. Neighbouring windows therefore share one byte:
+    the last label of the first is the first input of the second. Bytes after the last full window
+    are unused.
+
+    Args:
+        path: The folder. None: the running Python's standard library.
+            ``check_text_folder`` says which files
+            count as text.
+        max_seq_len: Bytes in one sample.
+        split: "train", or "eval" for the held-out files.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: The folder holds no text, too little, or too much.
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, max_seq_len: int, split: Split = "train"
+    ) -> None:
+        folder = check_text_folder(path, max_seq_len=max_seq_len)
+        # bytearray: torch warns about a read-only buffer.
+        self._bytes = torch.frombuffer(bytearray(folder.read_bytes(split)), dtype=torch.uint8)
+        self.max_seq_len = max_seq_len
+
+    def __len__(self) -> int:
+        return (len(self._bytes) - 1) // self.max_seq_len
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        start = index * self.max_seq_len
+        window = self._bytes[start : start + self.max_seq_len + 1].long()
+        return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+def text_loader(
+    batch_size: int,
+    max_seq_len: int,
+    *,
+    path: str | None = None,
+    split: Split = "train",
+    seed: int = 0,
+    replica_rank: int = 0,
+    num_replica_groups: int = 1,
+) -> DataLoader:
+    """Build a loader over ``TextBytes`` for this rank of this replica group.
+
+    "train": the samples are dealt to all ranks of all groups, in a new order every epoch. If a
+    group is missing, its share is not read.
+
+    "eval": every group reads all samples, divided between its own ranks. Their order is random and
+    always the same, so that the first few batches (``eval_subset_num_batches``) are a fair sample,
+    and the same one at each evaluation.
+
+    Args:
+        batch_size: Samples per batch and rank.
+        max_seq_len: Bytes in one sample.
+        path: See ``TextBytes``.
+        split: "train" or "eval".
+        seed: Of the order. It has to be equal in all groups, else their shares overlap.
+        replica_rank: The group's number, from 0: ``${replica_rank}`` in a config.
+        num_replica_groups: How many groups there are: ``${num_replica_groups}`` in a config.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        ValueError: An argument is impossible, or the text does not fill one batch.
+    """
+    is_train = split == "train"
+    dataset: Dataset = TextBytes(path, max_seq_len=max_seq_len, split=split)
+    if not is_train:
+        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
+        dataset = Subset(dataset, order.tolist())
+    sampler = DistributedSampler(
+        dataset,
+        replica_rank=replica_rank if is_train else 0,
+        num_replica_groups=num_replica_groups if is_train else 1,
+        group_rank=dist.get_global_rank(),
+        num_replicas=dist.get_world_size(),
+        shuffle=is_train,
+        seed=seed,
+        drop_last=is_train,  # Composer removes doubled samples from an evaluation's metrics
+    )
+    if is_train and len(sampler) < batch_size:
+        raise ValueError(
+            f"split={split!r} has {len(sampler)} samples for each rank, less than one batch of "
+            f"batch_size={batch_size}. Use more data or a smaller batch_size."
+        )
+    return DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        drop_last=is_train,
+        # A DataLoader draws from torch's default generator whenever it starts. Simulated replicas
+        # are threads that share it: without a generator of its own, a loader's order would depend
+        # on which thread came first.
+        generator=torch.Generator().manual_seed(seed),
+    )
