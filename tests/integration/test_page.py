@@ -11,7 +11,7 @@ import pytest
 from browser import chromium, fetch_axe
 from debian import MissingProgram
 from integration.groups import Launch
-from integration.test_coordinator import CONFIG, TOKEN
+from integration.test_coordinator import TOKEN, config_of
 from launch import recorded_run
 from run_events import write_events
 
@@ -154,7 +154,7 @@ def test_the_chart_is_read_with_the_keyboard(open_page, report):
 def launched(tmp_path):
     """A launched run of two groups."""
     config = tmp_path / "tiny.yaml"
-    config.write_text(CONFIG)
+    config.write_text(config_of("sync_every: 20, num_fragments: 2, schedule: []"))
     words, environ = ["callbacks.diloco.digest_every=1"], {"COMPOSER_REPLICATION_TOKEN": TOKEN}
     with Launch(config, tmp_path / "run", *words, pace_s=0.02, **environ) as launch:
         yield launch
