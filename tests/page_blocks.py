@@ -2,13 +2,13 @@
 
 A page is run from its first block to its last. ``bash`` blocks share one shell. ``python`` blocks
 are one script, which grows, and is run before the next block that is none. A block whose first
-line is ``# NAME.py`` or ``# NAME.yaml`` becomes a file of that name. Comments in a page's source
-say what else there is to know:
+line is ``# NAME.py`` or ``# NAME.yaml`` becomes a file of that name. Marks in ``tests/pages`` (see
+``page_marks.py``) say what else there is to know:
 
-    <!-- not run: why the next block is not run -->
-    <!-- needs: the distributions without which it is not run -->
-    <!-- run: commands that the text leaves to its readers, such as a file that is theirs -->
-    <!-- run python: the same in Python -->
+    not run: why the next block is not run
+    needs: the distributions without which it is not run
+    run: commands that the text leaves to its readers, such as a file that is theirs
+    run python: the same in Python
 """
 
 import importlib.metadata
@@ -19,7 +19,8 @@ from itertools import zip_longest
 from pathlib import Path
 from textwrap import dedent
 
-ROOT = Path(__file__).parent.parent
+from page_marks import ROOT, line_of, marked
+
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
@@ -34,7 +35,7 @@ _PART = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a page, or commands in its source.
+    """A block of a page, or commands of a mark.
 
     Args:
         line: The line of the page in which it begins.
@@ -57,9 +58,9 @@ class Block:
 
 def blocks(page: Path) -> Iterator[Block]:
     """The blocks of a page in their order."""
-    source, reason = page.read_text(), ""
+    source, reason = marked(page), ""
     for part in _PART.finditer(source):
-        mark, note, line = part["mark"], part["note"], source.count("\n", 0, part.start()) + 1
+        mark, note, line = part["mark"], part["note"], line_of(source, part.start())
         if mark == "not run":
             reason = note
         elif mark == "needs":

@@ -1,10 +1,10 @@
 """The numbers of the pages, each beside the source that its mark names.
 
-A mark is a comment at the beginning of a paragraph, list, table or block of output. It has one
-Python expression for each number of the block, in reading order, or values of which each gives
-several:
+A mark belongs to a paragraph, list, table or block of output, and stands in ``tests/pages`` (see
+``page_marks.py``). It has one Python expression for each number of the block, in reading order, or
+values of which each gives several:
 
-    <!-- numbers: sync_100m_147.arguments.repetitions, plan(params="7B", ...) -->
+    numbers: sync_100m_147.arguments.repetitions, plan(params="7B", ...)
 
 The names in it are those of ``number_sources.py``, and the files in ``benchmarks/measured``. A
 number of the page is right if it is the value, rounded to as many digits as are shown.
@@ -19,6 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
+
+from page_marks import line_of
 
 _TOKEN = re.compile(
     r"(?<![\w.])(?<![A-Za-z]-)"
@@ -62,7 +64,7 @@ def _link(match: re.Match[str]) -> str:
 
 
 def blocks(page: str) -> Iterator[Block]:
-    """The blocks of a page that have numbers or a mark."""
+    """The blocks of a page, with its marks as comments, that have numbers or a mark."""
     marks = {match.start(): match for match in _MARK.finditer(page)}
     text = _MARK.sub(lambda match: "<" + _blank(match)[1:].replace("\n", " "), page)
     parts = _OUTPUT.split(_ASIDE.sub(_blank, text))
@@ -77,7 +79,7 @@ def blocks(page: str) -> Iterator[Block]:
             numbers = [*_TOKEN.finditer(text, start, end)]
             if numbers or start in marks:
                 mark = marks[start][1] if start in marks else None
-                yield Block(page.count("\n", 0, start) + 1, mark, numbers)
+                yield Block(line_of(page, start), mark, numbers)
 
 
 def problems(name: str, page: str, sources: Mapping[str, Any], is_strict: bool) -> list[str]:
@@ -85,7 +87,7 @@ def problems(name: str, page: str, sources: Mapping[str, Any], is_strict: bool) 
 
     Args:
         name: Of the page, for the messages.
-        page: Its Markdown.
+        page: Its Markdown, with its marks as comments.
         sources: What a mark may name.
         is_strict: A number without a mark is wrong.
 

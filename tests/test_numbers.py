@@ -4,6 +4,7 @@ import re
 
 import pytest
 from number_sources import ROOT, sources
+from page_marks import marked
 from page_numbers import blocks, problems
 
 README = ROOT / "README.md"
@@ -20,13 +21,13 @@ def check():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_a_number_with_a_mark_is_that_of_its_source(check, path):
-    assert check(path.read_text(), path.name) == []
+    assert check(marked(path), path.name) == []
 
 
 @pytest.mark.parametrize("name", STRICT)
 def test_every_number_with_a_mark_is_compared(check, name):
     """All of them are made wrong at once, and each is named."""
-    page = next(path for path in PAGES if path.name == name).read_text()
+    page = marked(next(path for path in PAGES if path.name == name))
     held = [number for block in blocks(page) if block.mark for number in block.numbers]
     wrong = [*page]
     for number in held:

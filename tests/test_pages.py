@@ -1,7 +1,7 @@
 """The pages, run as they stand: from the first block to the last, in a folder like a clone.
 
-Run: make test-pages. Real: everything. What a page leaves to its readers is in comments of its
-source: see ``page_blocks.py``. Without the mark ``pages``: what is looked at without a run.
+Run: make test-pages. Real: everything. What a page leaves to its readers is in ``tests/pages``: see
+``page_blocks.py``. Without the mark ``pages``: what is looked at without a run.
 """
 
 import inspect
@@ -20,6 +20,7 @@ import pytest
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 from page_blocks import PAGES, ROOT, blocks, script
+from page_marks import marked
 from run_events import result_of
 
 from composer_replication.config_file import SECTION, TARGET, diloco_section, read_diloco, read_yaml
@@ -37,7 +38,7 @@ def name_of(page: Path) -> str:
 
 
 def is_for_llmfoundry(page: Path) -> bool:
-    return "<!-- needs: " in page.read_text()
+    return "<!-- needs: " in marked(page)
 
 
 def params() -> Iterator[Any]:
