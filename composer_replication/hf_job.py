@@ -18,6 +18,7 @@ from transformers import (  # pyright: ignore[reportMissingImports] # only here 
     Trainer,
 )
 
+from composer_replication.diloco.wrapped import own_optimizers
 from composer_replication.group.checkpoint_files import (
     NO_STATE,
     newest_first,
@@ -101,8 +102,7 @@ class TrainerJob(Host):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        own = self.trainer.optimizer
-        return getattr(own, "optimizer", own)  # accelerate has wrapped the optimizer
+        return own_optimizers(self.trainer.optimizer)[0]  # accelerate has wrapped it
 
     @property
     def warning(self) -> str:

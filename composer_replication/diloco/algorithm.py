@@ -34,6 +34,7 @@ from composer_replication.diloco.saved_state import load_in_flight, load_saved_s
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.wrapped import own_model, own_optimizers
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
@@ -70,8 +71,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     Args:
         manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
-        model_fragments: The model, or a sequence of modules with one per fragment.
-        inner_optimizer: Trains the local parameters. Each of its steps is counted.
+        model_fragments: The model, or a sequence of modules with one per fragment. DDP, Fabric and
+            ``torch.compile`` may have wrapped it.
+        inner_optimizer: Trains the local parameters. Each of its steps is an inner step. Several
+            train a part each, and the steps of the first one are counted: put another one first to
+            count its steps. What the others do after it is in the next sync.
         outer_optimizer: Takes a fragment's global parameters (fp32) and returns the
             ``torch.optim.Optimizer`` that moves them. None: SGD with ``outer_lr``,
             ``outer_momentum`` and ``outer_nesterov``.
@@ -83,7 +87,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             global parameters; any other outer optimizer gets whole tensors on every rank. Under
             FSDP2 each sends the shard that it holds, and they decide together whether the group's
             pseudo-gradient is finite. None: this rank alone, or with FSDP2 all ranks of the
-            default process group.
+            default process group, or under DDP those of the model's wrapper.
         also_synced: Names of parameters that are frozen now and belong to the global state, since
             they were trained when the run began.
 
@@ -106,7 +110,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self,
         manager: DiLoCoManager | Manager,
         model_fragments: nn.Module | Sequence[nn.Module],
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
         *,
         settings: DiLoCoSettings,
@@ -118,8 +122,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         if settings.overlap_warning:
             warnings.warn(settings.overlap_warning, stacklevel=3)
         check_can_quantize(manager, settings.wire_format)
+        if isinstance(model_fragments, nn.Module):
+            model_fragments, ranks_of_ddp = own_model(model_fragments)
+            ranks = ranks or ranks_of_ddp
+        self._inner_optimizers = own_optimizers(inner_optimizer)
         fragments = synced_tensors(model_fragments, settings, also_synced)
-        check_trained_by(fragments, inner_optimizer)
+        check_trained_by(fragments, *self._inner_optimizers)
         log_sizes(fragments)
         owned = own_fragments(fragments, outer_optimizer, settings, options.backup_device, ranks)
         self.settings = settings
@@ -128,7 +136,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         super().__init__(
             cast(Manager, manager),
             [nn.Module() for _ in owned],  # torchft's fragments stay empty; ours replace them
-            inner_optimizer,
+            self._inner_optimizers[0],
             [global_parameters.optimizer for global_parameters in owned],
             settings.sync_every,
             fragment_sync_delay=settings.fragment_sync_delay,
@@ -149,13 +157,15 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._state,
             settings,
             options,
-            inner_optimizer,
+            self._inner_optimizers,
             self.hang_watch,
         )
         self._fragments = cast(Any, [self._outer])  # it syncs the fragment whose turn it is
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
+        self._others_have_stepped = False
+        """Whether one whose steps are not counted has stepped since the last inner step."""
         self._backwards: float = 0
         """Backward passes since the last inner step."""
         self._seen = Tensor()
@@ -174,13 +184,14 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         samples = self._samples
         self._samples = 0
         self._backwards = 0
+        self._others_have_stepped = False
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             # torch's GradScaler lets a fused optimizer's step run, and do nothing. torchft's
             # pre-hook has locked the state, and its post-hook, which unlocks it, is not called.
             self._manager.allow_state_dict_read()
             return
-        self._watched.check_none_thawed(self._local_optimizer)
+        self._watched.check_none_thawed(*self._inner_optimizers)
         self._watched.put_buffers_back()
         self._outer.count_inner_step(samples)
         counted = self._local_step
@@ -193,6 +204,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             if self._local_step <= counted:  # back at 0: torchft has performed a sync
                 self._outer.finish_sync()
                 self._follow_schedule()
+
+    def _note_other_step(self, *step: Any) -> None:
+        if self.counts_steps:
+            self._others_have_stepped = True
+            self._backwards = 0
 
     def _current_fragment(self) -> int:
         return 0
@@ -222,7 +238,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             ValueError: They are not.
         """
         has_trained = self._backwards > 0 and not self.settings.fragment_update_alpha
-        if self.inner_steps and not has_trained:
+        if self._others_have_stepped or (self.inner_steps and not has_trained):
             return
         unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.has_more)
         if any(globals_.has_moved() for globals_ in unmoved):
@@ -247,6 +263,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self.hang_watch.stop()
             raise
         super().__enter__()
+        for other in self._inner_optimizers[1:]:
+            self._hooks.append(other.register_step_post_hook(self._note_other_step))
         local = (t for each in self._outer.fragments for t in each.globals.local.values())
         if trained := [tensor for tensor in local if tensor.requires_grad]:
             hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
@@ -294,6 +312,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 are.
         """
         self._check_counted()
+        if self._others_have_stepped:
+            if not self.inner_steps:
+                raise self._uncounted()
+            self._outer.count_other_steps()
         self._outer.finish()
         self._local_step = 0
 

@@ -298,9 +298,9 @@ def listed(names: Sequence[str], limit: int = 6) -> str:
 
 
 def check_trained_by(
-    fragments: Sequence[Mapping[str, Tensor]], optimizer: torch.optim.Optimizer
+    fragments: Sequence[Mapping[str, Tensor]], *optimizers: torch.optim.Optimizer
 ) -> None:
-    """Check that the inner optimizer trains exactly what the fragments synchronise.
+    """Check that the inner optimizers train exactly what the fragments synchronise.
 
     A parameter outside all fragments would never be synchronised, and a fragment over copies of the
     parameters would synchronise tensors that no optimizer trains. torchft accepts both.
@@ -309,7 +309,9 @@ def check_trained_by(
         ValueError: The parameters differ. The message names them.
     """
     trained = {
-        id(parameter): f"param_groups[{group}]['params'][{index}], shape {tuple(parameter.shape)}"
+        id(parameter): f"{f'[{number}].' if len(optimizers) > 1 else ''}param_groups[{group}]"
+        f"['params'][{index}], shape {tuple(parameter.shape)}"
+        for number, optimizer in enumerate(optimizers)
         for group, contents in enumerate(optimizer.param_groups)
         for index, parameter in enumerate(contents["params"])
         if parameter.requires_grad
@@ -361,8 +363,8 @@ class WatchedModel:
             if (other := module._buffers[key]) is not buffer and other is not None:
                 module._buffers[key] = buffer.copy_(other)
 
-    def check_none_thawed(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the inner optimizer still trains no parameter outside the fragments.
+    def check_none_thawed(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Check that the inner optimizers still train no parameter outside the fragments.
 
         Raises:
             ValueError: A parameter was frozen when the fragments were made, and is trained now: it
@@ -371,7 +373,8 @@ class WatchedModel:
         thawed = {id(p): name for name, p in self._left_out if p.requires_grad}
         if not thawed:
             return
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        trained = {id(p) for group in groups for p in group["params"]}
         names = [name for identity, name in thawed.items() if identity in trained]
         if names:
             raise ValueError(

@@ -134,12 +134,13 @@ class UsualPace:
             own.extend(saved)
 
 
-def learning_rate(optimizer: Optimizer) -> float | Tensor:
-    """The largest learning rate of an optimizer's groups; 1 if it has none, as Adafactor may.
+def learning_rate(*optimizers: Optimizer) -> float | Tensor:
+    """The largest learning rate of optimizers' groups; 1 if there is none, as in Adafactor.
 
     It stays a tensor on an accelerator, for which an inner step does not wait.
     """
-    rates = [rate for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    rates = [rate for group in groups if (rate := group.get("lr")) is not None]
     if there := [t.detach() for t in rates if isinstance(t, Tensor) and t.device.type != "cpu"]:
         return torch.stack(there).max()
     return max(map(float, rates), default=1.0)

@@ -41,7 +41,7 @@ class OuterLoop:
         state: The global state of all fragments.
         settings: The run's settings.
         options: This group's options.
-        inner_optimizer: Whose steps are counted.
+        inner_optimizers: Train the model; the steps of the first one are counted.
         hang_watch: Allows a sync the time for which it may wait for others.
 
     Attributes:
@@ -64,14 +64,14 @@ class OuterLoop:
         state: GlobalState,
         settings: DiLoCoSettings,
         options: ReplicaOptions,
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizers: Sequence[torch.optim.Optimizer],
         hang_watch: HangWatch,
     ) -> None:
         self.manager = manager
         self.state = state
         self._settings = settings
         self._options = options
-        self._inner_optimizer = inner_optimizer
+        self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.round_length = RoundLength(settings)
         self.peer_table = PeerTable(manager, state, len(global_parameters), options.digest_every)
@@ -85,7 +85,13 @@ class OuterLoop:
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = self.has_healed = False
-        manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
+        try:
+            manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
+        except (AssertionError, ValueError) as error:  # torchft's, and the simulation's
+            raise ValueError(
+                "this manager has a DiLoCo already: use one for all models and optimizers, "
+                "DiLoCo(manager, nn.ModuleList(models), optimizers)"
+            ) from error
         if serve := getattr(manager, "serve_state", None):  # a ReplicaManager's
             serve(state)  # outside of quorums too
         ask_to_gather(manager, lambda: self._has_doubts)
@@ -101,9 +107,15 @@ class OuterLoop:
         self.inner_steps += 1
         self.peer_table.is_over = False
         self.peer_table.is_training = not self.ends_with_next_step
-        rate = learning_rate(self._inner_optimizer)
+        rate = learning_rate(*self._inner_optimizers)
         for fragment in self.fragments:
             fragment.unsynced.count(samples, rate)
+
+    def count_other_steps(self) -> None:
+        """Have the next sync send fragments without inner steps too: others have moved them."""
+        for fragment in self.fragments:
+            if not fragment.unsynced.has_more:
+                fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
     def prepare_sync(self) -> None:
         """Send the next fragment, in a quorum. It waits for the ranks of this group only.
@@ -330,7 +342,8 @@ class OuterLoop:
         )
         self._forget_local(sick)
         self._take_global(sick)
-        _clear_state(self._inner_optimizer, None if sick == of_all else fragment)
+        for optimizer in self._inner_optimizers:
+            _clear_state(optimizer, None if sick == of_all else fragment)
 
     def _forget_local(self, fragments: Sequence[FragmentSync]) -> None:
         """What was trained here since the last syncs of these fragments is lost."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from composer_replication.diloco.wrapped import own_optimizers
 from composer_replication.options import OptionKeywords
 from composer_replication.replica.ranks import world_size
 from composer_replication.settings import SettingKeywords
@@ -79,8 +80,8 @@ class Host:
 
     model: nn.Module
     """The model, without the wrapper of DDP."""
-    optimizer: torch.optim.Optimizer
-    """The inner optimizer, whose steps are counted."""
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    """The inner optimizer, whose steps are counted; of several those of the first one."""
     loader: object = None
     """The training loader, which the group feeds if it is a ``ReplicaDataLoader``."""
 
@@ -175,18 +176,19 @@ class Host:
         raise NotImplementedError
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
     """Reject an inner optimizer that moves the weights outside of its steps.
 
     Raises:
         ValueError: It has the ``eval`` and ``train`` of schedule-free optimizers.
     """
-    if callable(getattr(optimizer, "eval", None)):
-        raise ValueError(
-            f"DiLoCo cannot train with {type(optimizer).__name__}, whose eval() and train() move "
-            "the weights between steps, also while the model shows the global ones: use an "
-            "optimizer without these, such as AdamW"
-        )
+    for optimizer in own_optimizers(given):
+        if callable(getattr(optimizer, "eval", None)):
+            raise ValueError(
+                f"DiLoCo cannot train with {type(optimizer).__name__}, whose eval() and train() "
+                "move the weights between steps, also while the model shows the global ones: use "
+                "an optimizer without these, such as AdamW"
+            )
 
 
 def check_is_one(callbacks: Sequence[Any], kind: type) -> None:

@@ -71,7 +71,7 @@ class DiLoCo(algorithm.DiLoCo):
         self,
         manager: DiLoCoManager | Manager,
         model_fragments: nn.Module | Sequence[nn.Module],
-        inner_optimizer: torch.optim.Optimizer,
+        inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
         *,
         start_refusal: str | None = None,

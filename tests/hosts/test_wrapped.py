@@ -1,0 +1,215 @@
+"""``DiLoCo`` finds the model and its optimizers in what wraps them. Run: pytest tests/hosts
+
+Real: accelerate, Fabric and torch_optimizer where they are installed; a manager without a network.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from common import TinyMLP, batch, mse
+from torch import nn
+
+from composer_replication import DiLoCo, make_manager, simulate
+
+SETTINGS = {"sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "schedule": []}
+
+
+def alone(model, optimizer, **changed):
+    return DiLoCo(make_manager(num_replicas=1), model, optimizer, **{**SETTINGS, **changed})
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+# ---- one optimizer, wrapped ------------------------------------------------------------------
+
+
+def test_the_loop_of_accelerate_counts_real_steps():
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(model := TinyMLP(), sgd(model))
+    with alone(model, optimizer) as diloco:
+        for number in range(16):
+            with accelerator.accumulate(model):
+                accelerator.backward(mse(model, *batch(0, number)))
+                optimizer.step()
+                optimizer.zero_grad()
+        diloco.final_sync()
+    assert (diloco.inner_steps, diloco.outer_step) == (8, 2)
+
+
+def test_the_loop_of_fabric_counts_real_steps_under_the_models_own_names():
+    fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
+    own = TinyMLP()
+    model, optimizer = fabric.setup(own, sgd(own))
+    with alone(model, optimizer) as diloco:
+        for number in range(8):
+            optimizer.zero_grad()
+            fabric.backward(mse(model, *batch(0, number)))
+            optimizer.step()
+        diloco.final_sync()
+        assert diloco.global_parameters().keys() == TinyMLP().state_dict().keys()
+    assert (diloco.inner_steps, diloco.outer_step) == (8, 2)
+
+
+def test_a_compiled_model_has_the_names_of_the_model():
+    model = TinyMLP()
+    diloco = alone(torch.compile(model, backend="eager"), sgd(model))
+    assert diloco.global_parameters().keys() == model.state_dict().keys()
+
+
+class Delegates:
+    """Steps an optimizer, as accelerate's wrapper does."""
+
+    def __init__(self, wrapped):
+        self.base_optimizer = wrapped
+
+    def step(self):
+        self.base_optimizer.step()
+
+
+class Chain:
+    """Steps several optimizers, and is none itself."""
+
+    def __init__(self, *optimizers):
+        self.chained = optimizers
+
+
+class LooksAhead(torch.optim.Optimizer):
+    """Has torch_optimizer.Lookahead's attributes: its own state, and no ``super().__init__``."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.state = optimizer, {}
+        self.param_groups = optimizer.param_groups
+
+
+def lookahead(optimizer):
+    return pytest.importorskip("torch_optimizer").Lookahead(optimizer)
+
+
+def test_a_wrapper_in_a_wrapper_is_looked_through():
+    optimizer = Delegates(Delegates(sgd(model := TinyMLP())))
+    with alone(model, optimizer) as diloco:
+        for number in range(4):
+            mse(model, *batch(0, number)).backward()
+            optimizer.step()
+    assert (diloco.inner_steps, diloco.outer_step) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (Chain, "cannot watch the steps of Chain, .* give the optimizers that it steps, as a list"),
+        (LooksAhead, "LooksAhead moves the weights after the step of the SGD .* train without"),
+        (lookahead, "Lookahead moves the weights after the step of the SGD .* train without"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused_in_one_short_sentence(wrap, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        alone(model := TinyMLP(), wrap(sgd(model)))
+    assert len(str(raised.value)) <= 300
+
+
+def FullyShardedDataParallel(model):
+    """FSDP version 1 needs a process group to wrap a model: this has its name."""
+    return type("FullyShardedDataParallel", (nn.Sequential,), {})(model)
+
+
+def test_the_first_version_of_FSDP_is_refused_by_name():
+    with pytest.raises(ValueError, match="cannot train with FSDP version 1: use FSDP2"):
+        alone(FullyShardedDataParallel(model := TinyMLP()), sgd(model))
+
+
+# ---- several optimizers ----------------------------------------------------------------------
+
+
+def halves():
+    torch.manual_seed(0)
+    models = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+    return models, [sgd(models[0], 0.1), sgd(models[1], 0.2)]
+
+
+def train(models, optimizers, steps, first=0):
+    """A step of each optimizer for each batch, as in a loop for actor and critic."""
+    for number in range(first, first + steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad()
+            (model(inputs) - 1).square().mean().backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [8, 10])
+@pytest.mark.parametrize("counted", [0, 1])
+def test_several_optimizers_train_as_they_do_without_diloco(steps, counted):
+    (models, optimizers), (expected, own) = halves(), halves()
+    with alone(models, [optimizers[counted], optimizers[1 - counted]]) as diloco:
+        train(models, optimizers, steps)
+        diloco.final_sync()
+    train(expected, own, steps)
+    assert diloco.inner_steps == steps
+    for one, other in zip(models.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_a_step_of_the_first_one_is_an_inner_step_and_others_may_step_more_or_less_often():
+    for own, others in ((1, 3), (3, 1)):
+        models, optimizers = halves()
+        with alone(models, optimizers) as diloco:
+            for number in range(4):
+                train(models[:1], optimizers[:1], own, number)
+                train(models[1:], optimizers[1:], others, number)
+            before = copy.deepcopy(models.state_dict())
+            diloco.final_sync()
+        assert diloco.inner_steps == 4 * own
+        for name, tensor in models.state_dict().items():  # nothing of the last steps is lost
+            torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
+
+
+def test_groups_with_several_optimizers_end_equal_with_weights_of_samples_too():
+    def replica(sim):
+        models, optimizers = halves()
+        settings = {"sync_every": 4, "weight_by": "samples", "digest_every": 1}
+        with DiLoCo(sim.manager, models, optimizers, **settings) as diloco:
+            for number in range(6):
+                diloco.count_samples(8)
+                train(models, optimizers, 1, 10 * sim.replica_id + number)
+            diloco.final_sync()
+            return diloco.global_digest(), models[1].weight.tolist()
+
+    first, second = simulate(replica, num_replicas=2)
+    assert first == second
+
+
+def test_a_first_optimizer_that_never_steps_is_an_error_and_costs_no_weights():
+    models, optimizers = halves()
+    with alone(models, optimizers) as diloco:
+        train(models[1:], optimizers[1:], 8)
+        trained = models[1].weight.clone()
+        with pytest.raises(ValueError, match="the SGD that DiLoCo was given does not step"):
+            diloco.final_sync()
+    assert torch.equal(models[1].weight, trained)
+
+
+def test_parameters_that_no_optimizer_or_no_fragment_has_are_named():
+    models, optimizers = halves()
+    with pytest.raises(ValueError, match="not in the inner optimizer: 1.weight, 1.bias"):
+        alone(models, optimizers[:1])
+    with pytest.raises(ValueError, match=r"in no fragment: \[1\].param_groups\[0\]\['params'\]"):
+        alone(models[0], optimizers)
+    with pytest.raises(ValueError, match=r"inner_optimizer=\[\]: give the optimizers"):
+        alone(models, [])
+
+
+def test_a_second_diloco_on_one_manager_is_told_to_be_one():
+    def replica(sim):
+        models, optimizers = halves()
+        DiLoCo(sim.manager, models[0], optimizers[0])
+        with pytest.raises(ValueError, match=r"has a DiLoCo already: use one .* optimizers\)$"):
+            DiLoCo(sim.manager, models[1], optimizers[1])
+
+    simulate(replica, num_replicas=1)
