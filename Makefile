@@ -4,7 +4,7 @@
 # make test-pages: install, then run the commands of the pages as they stand.
 # make check: lint, types and the quick tests, in 90 s on two cores.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
-# make test-hf: the tests of Hugging Face's Trainer and of TRL, with the newest torch.
+# make test-hf: the tests of Hugging Face, TRL, Lightning and accelerate, with the newest torch.
 # make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU, in six minutes; run again, it goes on.
 # make chaos: trains under injected faults (docs/chaos.md). ARGS="--duration 180 --seed 1 --kinds
@@ -104,7 +104,7 @@ test-hf: $(HF)/.installed
 
 # Without Composer, which holds torch at 2.7.
 $(HF)/.installed: pyproject.toml
-	@echo "Installing transformers, TRL and the newest torch into $(HF): about 5 GB, some minutes."
+	@echo "Installing transformers, TRL, Lightning and the newest torch into $(HF): about 5 GB, some minutes."
 	$(PYTHON) -m venv $(HF)
 	$(HF)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test-hf]'
 	touch $@

@@ -1,4 +1,4 @@
-"""DiLoCo for MosaicML Composer and Hugging Face's Trainer, over torchft."""
+"""DiLoCo for Composer, Hugging Face's Trainer, Lightning and plain loops, over torchft."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -11,6 +11,7 @@ os.environ.setdefault("RUST_LOG", "warn")
 if TYPE_CHECKING:
     from composer_replication.callback import DiLoCoCallback
     from composer_replication.data.loader import ReplicaDataLoader
+    from composer_replication.data.sample_stream import replica_shard
     from composer_replication.diloco.peer_table import DivergenceError
     from composer_replication.diloco.retry import SyncError
     from composer_replication.diloco.sync_report import SyncReport
@@ -30,11 +31,13 @@ __all__ = [
     "SyncReport",
     "make_manager",
     "read_run",
+    "replica_shard",
     "simulate",
 ]
 __version__ = "0.1.0"
 
 EXTRA_OF = {
+    "accelerate": "accelerate",
     "composer": "composer",
     "httpx": "composer",
     "tenacity": "composer",
@@ -43,8 +46,10 @@ EXTRA_OF = {
     "starlette": "coordinator",
     "uvicorn": "coordinator",
     "hydra": "launch",
+    "lightning": "lightning",
     "omegaconf": "launch",
     "packaging": "launch",
+    "pytorch_lightning": "lightning",
     "rich": "launch",
     "transformers": "transformers",
     "typer": "launch",
@@ -106,6 +111,7 @@ __getattr__ = lazily(
         "SyncReport": "composer_replication.diloco.sync_report",
         "make_manager": "composer_replication.replica.factory",
         "read_run": "composer_replication.launch.run_record",
+        "replica_shard": "composer_replication.data.sample_stream",
         "simulate": "composer_replication.simulation.simulation",
     },
 )

@@ -27,45 +27,11 @@ from composer_replication.group.checkpoint_files import (
     whole_of,
 )
 from composer_replication.group.host import Host
+from composer_replication.group.losses import Losses
 from composer_replication.group.replica_group import ReplicaGroup
-from composer_replication.replica.ranks import broadcast, gather, rank, world_size
+from composer_replication.replica.ranks import broadcast, gather, rank
 
 log = logging.getLogger(__name__)
-
-
-class Losses:
-    """A stand-in for a Trainer's ``training_step``, which also adds up the losses on their device.
-
-    Args:
-        training_step: The Trainer's own.
-
-    Attributes:
-        training_step: The same.
-        num_steps: Steps since the last ``pop_mean``, which the callback counts: one may be several
-            calls.
-    """
-
-    def __init__(self, training_step: Callable[..., Tensor]) -> None:
-        self.training_step = training_step
-        self.num_steps = 0
-        self._sum: Tensor | None = None
-
-    def __call__(self, *inputs: Any, **named: Any) -> Tensor:
-        loss = self.training_step(*inputs, **named)
-        own = loss.detach().float()
-        self._sum = own if self._sum is None else self._sum + own
-        return loss
-
-    def pop_mean(self) -> float | None:
-        """The mean loss of the steps since the last call, over the group's ranks; None if none."""
-        total, num_steps = self._sum, self.num_steps
-        self._sum, self.num_steps = None, 0
-        if total is None or not num_steps:
-            return None
-        if torch.distributed.is_initialized():
-            total = total / world_size()
-            torch.distributed.all_reduce(total)
-        return total.item() / num_steps
 
 
 class TrainerJob(Host):
@@ -73,7 +39,7 @@ class TrainerJob(Host):
 
     Attributes:
         trainer: The Trainer whose ``train`` runs, or ran last.
-        losses: Adds up the losses of its steps.
+        losses: Those of its steps.
         beside: Modules of the Trainer that its optimizer trains and that are not in its model, by
             name, such as a loss of sentence-transformers.
     """
@@ -88,9 +54,9 @@ class TrainerJob(Host):
     data_fix = "replica_shard(dataset)"
     trainer: Trainer
     group: ReplicaGroup
-    losses: Losses
 
     def __init__(self) -> None:
+        self.losses = Losses()
         self.beside: dict[str, nn.Module] = {}
 
     # ---- what is trained --------------------------------------------------------------------
@@ -113,23 +79,6 @@ class TrainerJob(Host):
             "between groups, and a group that is started again begins with its first one. Leave it "
             "out for one reference in all groups"
         )
-
-    def size_of(self, batch: Any, what: str) -> int:
-        if isinstance(batch, Tensor):
-            batch = [batch]
-        if not isinstance(batch, Mapping):
-            batch = {str(index): each for index, each in enumerate(batch)}
-        tensors = {n: each for n, each in batch.items() if isinstance(each, Tensor) and each.ndim}
-        if what == "samples":
-            # One of a single dimension may have the tokens of all samples in a row.
-            lengths = [len(each) for each in tensors.values() if each.ndim > 1]
-            return lengths[0] if lengths else min(map(len, tensors.values()), default=0)
-        if "attention_mask" in tensors or "input_ids" in tensors:
-            tensors = {n: tensors[n] for n in ("attention_mask", "input_ids") if n in tensors}
-        # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
-        masks = [int(each.sum()) for name, each in tensors.items() if name.endswith("_mask")]
-        ids = [each.numel() for name, each in tensors.items() if name.endswith("_ids")]
-        return sum(masks or ids)
 
     # ---- the position in training ------------------------------------------------------------
 
@@ -193,8 +142,9 @@ class TrainerJob(Host):
         """
         trainer = self.trainer
         step, compute_loss = trainer.training_step, trainer.compute_loss
-        self.losses = Losses(step.training_step if isinstance(step, Losses) else step)
-        trainer.training_step = self.losses
+        self.losses = Losses()
+        if getattr(step, "func", None) != self._training_step:
+            trainer.training_step = partial(self._training_step, step)
         if getattr(compute_loss, "func", None) != self._compute_loss:
             trainer.compute_loss = partial(self._compute_loss, compute_loss)
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -204,6 +154,12 @@ class TrainerJob(Host):
             for name, module in _modules_of(trainer)
             if not trained.isdisjoint(map(id, module.parameters()))
         }
+
+    def _training_step(self, step: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
+        """The Trainer's own, and its loss is added up."""
+        loss = step(*inputs, **named)
+        self.losses.add(loss)
+        return loss
 
     def _compute_loss(
         self,

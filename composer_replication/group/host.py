@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from composer_replication.diloco.wrapped import own_optimizers
 from composer_replication.options import OptionKeywords
@@ -86,8 +87,23 @@ class Host:
     """The training loader, which the group feeds if it is a ``ReplicaDataLoader``."""
 
     def size_of(self, batch: Any, what: str) -> int:
-        """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if it is not known."""
-        raise NotImplementedError
+        """The number of ``samples`` or ``tokens`` in a batch of this rank; 0 if it is not known.
+
+        By default the batch has tensors, with names or without, with a row for each sample.
+        """
+        if not isinstance(batch, Mapping):
+            batch = {str(index): each for index, each in enumerate(tree_leaves(batch))}
+        tensors = {n: each for n, each in batch.items() if isinstance(each, Tensor) and each.ndim}
+        if what == "samples":
+            # One of a single dimension may have the tokens of all samples in a row.
+            lengths = [len(each) for each in tensors.values() if each.ndim > 1]
+            return lengths[0] if lengths else min(map(len, tensors.values()), default=0)
+        if "attention_mask" in tensors or "input_ids" in tensors:
+            tensors = {n: tensors[n] for n in ("attention_mask", "input_ids") if n in tensors}
+        # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
+        masks = [int(each.sum()) for name, each in tensors.items() if name.endswith("_mask")]
+        ids = [each.numel() for name, each in tensors.items() if name.endswith("_ids")]
+        return sum(masks or ids)
 
     def size_of_all(self, batch: Any, what: str) -> int:
         """The number of samples or tokens in a batch, over all ranks of the group.

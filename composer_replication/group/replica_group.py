@@ -434,12 +434,18 @@ class ReplicaGroup:
         """Leave if the fit with this manager is over and has not left. Any thread may call it."""
         with self._leaving:
             if self.manager is manager is not None:
-                self.leave()
-                release(self)
-                log.warning(
-                    "This replica group has left: its fit ended with an error. The others "
-                    "continue, and it joins them again if fit is called again"
-                )
+                self.fail()
+
+    def fail(self, error: BaseException | None = None) -> None:
+        """Leave because the fit has ended with an error; a later fit may continue."""
+        if error is not None:
+            self._reports.folder.write_error(error)
+        self.leave()
+        release(self)
+        log.warning(
+            "This replica group has left: its fit ended with an error. The others continue, and it "
+            "joins them again if fit is called again"
+        )
 
     def _drop(self) -> None:
         self.leave()

@@ -27,14 +27,16 @@ from composer_replication.simulation.simulation import Fault, SimulatedReplica
 
 BATCH_SIZE = 8
 
+_JOINS_LATER = "test_a_group_that_joins_later_continues_at_the_step_of_the_others"
+_HAS_A_FOLDER = "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_ends_training"
+_SHARDS = "test_groups_whose_two_ranks_shard_the_model_with_FSDP2_follow_the_same_trace"
+
 LACKS = {
-    ("plain", "test_a_group_that_joins_later_continues_at_the_step_of_the_others"): (
-        "end by `diloco.outer_step`"
-    ),
-    (
-        "plain",
-        "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_ends_training",
-    ): "events under `launch` alone",
+    ("accelerate_host", _JOINS_LATER): "end by `diloco.outer_step`",
+    ("accelerate_host", _HAS_A_FOLDER): "events under `launch` alone",
+    ("lightning_host", _SHARDS): "refused, use DDP",
+    ("plain", _JOINS_LATER): "end by `diloco.outer_step`",
+    ("plain", _HAS_A_FOLDER): "events under `launch` alone",
 }
 """What a host has not got, and why: by its module and the test that asks for it."""
 
@@ -46,6 +48,16 @@ def own_batches(replica_id: int, count: int) -> list[tuple[Tensor, Tensor]]:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+class FarFromZero(TinyMLP):
+    """No small step halves or doubles a weight, so theta - (theta - phi) is phi bit for bit."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.where(parameter < 0, -0.5, 0.5) + parameter.clamp(-0.4, 0.4))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,19 @@ from waiting import wait_until
 
 from hosts.host import LACKS, Job
 
-NEEDS = {"plain": "torch", "composer_host": "composer", "hf_host": "transformers"}
+NEEDS = {
+    "plain": "torch",
+    "composer_host": "composer",
+    "hf_host": "transformers",
+    "lightning_host": "lightning",
+    "accelerate_host": "accelerate",
+}
 
 
 @pytest.fixture(
-    params=["plain", pytest.param("composer_host", marks=pytest.mark.slow), "hf_host"],
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "composer_host")) for name in NEEDS
+    ],
 )
 def host(request):
     if reason := LACKS.get((request.param, request.function.__name__)):
@@ -128,6 +136,8 @@ class Overflowing(torch.optim.SGD):
         self.calls += 1
         if self.calls % 3:
             return type(self).step(self, closure)
+        if closure is not None:
+            closure()
 
 
 class Nested(torch.optim.SGD):
@@ -141,6 +151,8 @@ class Nested(torch.optim.SGD):
         self.others = [torch.optim.SGD(matrices, lr=0.05), torch.optim.SGD(biases, lr=0.01)]
 
     def step(self, closure=None):
+        if closure is not None:
+            closure()
         for other in self.others:
             other.step()
 

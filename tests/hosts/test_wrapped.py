@@ -5,6 +5,7 @@ Real: accelerate, Fabric and torch_optimizer where they are installed; a manager
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -13,6 +14,7 @@ from common import TinyMLP, batch, mse
 from torch import nn
 
 from composer_replication import DiLoCo, make_manager, simulate
+from hosts.host import FarFromZero
 
 SETTINGS = {"sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "schedule": []}
 
@@ -40,6 +42,35 @@ def test_the_loop_of_accelerate_counts_real_steps():
                 optimizer.zero_grad()
         diloco.final_sync()
     assert (diloco.inner_steps, diloco.outer_step) == (8, 2)
+
+
+def test_40_steps_are_those_of_accelerate_alone_bit_for_bit():
+    accelerate = pytest.importorskip("accelerate")
+
+    def train(with_diloco):
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        optimizer = torch.optim.AdamW((model := FarFromZero()).parameters(), lr=1e-3)
+        rates = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=40)
+        model, optimizer, rates = accelerator.prepare(model, optimizer, rates)
+        diloco = alone(model, optimizer) if with_diloco else None
+        with diloco or contextlib.nullcontext():
+            for number in range(80):
+                with accelerator.accumulate(model):
+                    accelerator.backward(mse(model, *batch(0, number)))
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    optimizer.step()
+                    rates.step()
+                    optimizer.zero_grad()
+            if diloco is not None:
+                diloco.final_sync()
+                assert (diloco.inner_steps, diloco.outer_step) == (40, 10)
+        return model.state_dict()
+
+    own, expected = train(True), train(False)
+    assert not torch.equal(expected["layers.0.weight"], FarFromZero().layers[0].weight)
+    for name, tensor in expected.items():
+        assert torch.equal(own[name], tensor), name
 
 
 def test_the_loop_of_fabric_counts_real_steps_under_the_models_own_names():
