@@ -37,7 +37,6 @@ __all__ = [
 __version__ = "0.1.0"
 
 EXTRA_OF = {
-    "accelerate": "accelerate",
     "composer": "composer",
     "httpx": "composer",
     "tenacity": "composer",

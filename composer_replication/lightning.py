@@ -14,10 +14,10 @@ from composer_replication import named_extra
 
 try:
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports] # an extra
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
     try:
         from pytorch_lightning import Callback  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError as error:
+    except ModuleNotFoundError:
         raise named_extra("DiLoCoLightningCallback", error) from None
 
 from composer_replication.arguments import shows

@@ -28,7 +28,7 @@ nb_execution_mode = "off"  # tests/test_tutorial.py executes it, and its outputs
 nb_merge_streams = True
 
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["transformers"]  # it is not in the environment of the site
+autodoc_mock_imports = ["lightning", "transformers"]  # they are not in the environment of the site
 autodoc_inherit_docstrings = False  # torch's and torchft's are theirs
 autoclass_content = "both"
 autodoc_typehints = "none"  # they are beside each argument's description

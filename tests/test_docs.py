@@ -131,7 +131,7 @@ def test_the_documents_stay_short():
     readme = (ROOT / "README.md").read_text()
     assert num_words(readme.split("<details>")[0]) <= 450 and num_words(readme) <= 900
     pages = [page for page in DOCS.glob("*.md") if page.stem != "api"]
-    assert sum(num_words(page.read_text()) for page in pages) <= 22_000
+    assert sum(num_words(page.read_text()) for page in pages) <= 22_800
 
 
 def test_the_reference_names_what_there_is_and_every_public_name():
@@ -139,8 +139,9 @@ def test_the_reference_names_what_there_is_and_every_public_name():
     named = entry.findall((DOCS / "api.md").read_text())
     public = {f"composer_replication.{name}" for name in composer_replication.__all__}
     assert public | {"composer_replication.make_manager"} <= {*named}
-    has_transformers = importlib.util.find_spec("transformers") is not None
+    needed = {"hf": "transformers", "lightning": "lightning"}
     for name in named:
-        if not has_transformers and name.startswith("composer_replication.hf."):
+        package = needed.get(name.split(".")[1])
+        if package is not None and importlib.util.find_spec(package) is None:
             continue
         assert inspect.getdoc(resolve_name(":".join(name.rsplit(".", 1)))), name

@@ -30,6 +30,7 @@ CORE = [
 DISTRIBUTION = {
     "composer": "mosaicml",
     "hydra": "hydra-core",
+    "pytorch_lightning": "lightning",  # either will do
     "starlette": "fastapi",
     "torchft": "torchft-nightly",
     "yaml": "pyyaml",

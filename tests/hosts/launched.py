@@ -107,6 +107,37 @@ def hugging_face():
     trainer.train(resume_from_checkpoint=newest)
 
 
+def lightning():
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from composer_replication.lightning import DiLoCoLightningCallback, replica_shard
+
+    class Job(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = NET
+
+        def training_step(self, batch, index):
+            return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return OPTIMIZER
+
+    saver = ModelCheckpoint(FOLDER, "{step}", every_n_train_steps=EVERY, save_top_k=-1)
+    trainer = Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[DiLoCoLightningCallback(), saver],
+    )
+    saved = sorted(os.listdir(FOLDER)) if os.path.isdir(FOLDER) else []
+    newest = [f"{FOLDER}/{name}" for name in saved if name.endswith(".ckpt")][-1:]
+    trainer.fit(Job(), DataLoader(replica_shard(Samples()), BATCH), ckpt_path=(newest or [None])[0])
+
+
 def plain():
     from composer_replication import DiLoCo, make_manager
 
@@ -131,4 +162,9 @@ def plain():
     manager.shutdown()
 
 
-{"composer": composer, "transformers": hugging_face, "plain": plain}[HOST]()
+{
+    "composer": composer,
+    "transformers": hugging_face,
+    "lightning": lightning,
+    "plain": plain,
+}[HOST]()

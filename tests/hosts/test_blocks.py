@@ -1,4 +1,4 @@
-"""The pages' blocks for Hugging Face's Trainer, as they stand.
+"""The pages' blocks for Hugging Face's Trainer, Lightning and accelerate, as they stand.
 
 Run: pytest tests/hosts/test_blocks.py
 
@@ -9,17 +9,15 @@ and ``dataset`` is the reader's, and small here.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("transformers", reason="transformers is not installed")
-
 from page_blocks import ROOT, Block, blocks
 
-READERS_OWN = """
+OF_TRAINER = """
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -36,27 +34,82 @@ dataset = held_out = [{"x": torch.ones(4), "labels": torch.zeros(1)} for _ in ra
 args = TrainingArguments("out", max_steps=100, use_cpu=True, report_to=[], save_strategy="no")
 """
 
+OF_LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
 
-def blocks_of_the_trainer() -> list[tuple[str, Block]]:
-    pages = (ROOT / name for name in ("README.md", "docs/hugging-face.md", "docs/api.md"))
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+model = Model()
+dataset = [(torch.ones(4), torch.zeros(1)) for _ in range(100)]
+"""
+
+OF_ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+dataset = [(torch.ones(4), torch.zeros(1)) for _ in range(160)]
+
+def loss_of(model, x, y):
+    return (model(x) - y).square().mean()
+"""
+
+READERS_OWN = {
+    "transformers": ("composer_replication.hf", OF_TRAINER, ""),
+    "lightning": (
+        "composer_replication.lightning",
+        OF_LIGHTNING,
+        "print({'diloco/outer_step': trainer.callbacks[0].result['outer_steps']})",
+    ),
+    "accelerate": (
+        "accelerator.",
+        OF_ACCELERATE,
+        "print({'diloco/outer_step': diloco.outer_step})",
+    ),
+}
+"""For each package: what marks a block that is for it, what its reader has, and what then tells of
+the outer steps."""
+
+
+def blocks_of_hosts() -> list[tuple[str, str, Block]]:
+    names = ("README.md", "docs/hugging-face.md", "docs/api.md", "docs/lightning.md")
     return [
-        (f"{page.name}:{block.line}", block)
-        for page in pages
-        for block in blocks(page)
-        if block.language == "python" and "composer_replication.hf" in block.text
+        (f"{name}:{block.line}", package, block)
+        for name in names
+        for block in blocks(ROOT / name)
+        for package, (mark, *_) in READERS_OWN.items()
+        if block.language == "python" and mark in block.text
     ]
 
 
-FOUND = blocks_of_the_trainer()
+FOUND = blocks_of_hosts()
 
 
 def test_each_page_has_a_block():
-    assert len(FOUND) == 3
+    assert len(FOUND) == 5
 
 
-@pytest.mark.parametrize("block", [block for _, block in FOUND], ids=[name for name, _ in FOUND])
-def test_a_block_of_a_page_trains_a_group(block: Block, tmp_path: Path):
-    (tmp_path / "page.py").write_text(READERS_OWN + block.text)
+@pytest.mark.parametrize(
+    ("package", "block"), [each[1:] for each in FOUND], ids=[name for name, *_ in FOUND]
+)
+def test_a_block_of_a_page_trains_a_group(package: str, block: Block, tmp_path: Path):
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    _, own, tells = READERS_OWN[package]
+    (tmp_path / "page.py").write_text(f"{own}{block.text}\n{tells}\n")
     done = subprocess.run(
         [sys.executable, "page.py"],
         cwd=tmp_path,
@@ -66,4 +119,4 @@ def test_a_block_of_a_page_trains_a_group(block: Block, tmp_path: Path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert "'diloco/outer_step'" in done.stdout
+    assert re.search(r"'diloco/outer_step': '?[1-9]", done.stdout)

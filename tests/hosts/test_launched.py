@@ -31,6 +31,7 @@ HOSTS = [
     for name, installed in (
         ("composer", find_spec("composer")),
         ("transformers", find_spec("transformers")),
+        ("lightning", find_spec("lightning")),
         ("plain", True),
     )
 ]
@@ -126,11 +127,13 @@ def test_the_line_that_is_printed_after_ctrl_c_goes_on(host, tmp_path):
     saved = {
         "composer": ["saved_0/ep0-ba10-rank0.pt", "saved_1/ep0-ba10-rank0.pt"],
         "transformers": [f"saved_{group}/checkpoint-10/scheduler.pt" for group in "01"],
+        "lightning": [f"saved_{group}/step=10.ckpt" for group in "01"],
         "plain": ["saved_0.pt", "saved_1.pt"],
     }[host]
     fix = {
         "composer": "load a checkpoint (load_path, or autoresume: true with a save_folder)",
         "transformers": "continue from a checkpoint (trainer.train(resume_from_checkpoint=...))",
+        "lightning": "continue from a checkpoint (trainer.fit(model, ckpt_path='last'))",
         "plain": "load what it has saved (diloco.load_state_dict, before `with diloco`)",
     }[host]
     command = start(tmp_path, *launch(host, "0.1", "0.2"))
@@ -156,6 +159,7 @@ def test_before_anything_is_saved_the_hosts_own_arguments_are_named(host, tmp_pa
     how = {
         "composer": "a save_folder and save_interval",
         "transformers": "save_steps in the TrainingArguments",
+        "lightning": "a ModelCheckpoint with save_last=True among the Trainer's callbacks",
         "plain": "torch.save of diloco.state_dict(), beside the model's and the optimizer's",
     }[host]
     assert f"No checkpoint was saved. For a run that can go on: {how}\n" in said(tmp_path)
