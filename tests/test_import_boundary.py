@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "group": "coordinator data diloco replica",
     "callback": "coordinator data diloco group replica",
     "hf.py": "coordinator data diloco group hf_job replica",
-    "hf_job.py": "group replica",
+    "hf_job.py": "diloco group replica",
+    "lightning.py": "data diloco group",
     "simulation": "",
     "config_file.py": "replica",
     "training.py": "callback config_file coordinator data diloco group replica simulation",
@@ -123,7 +124,7 @@ def test_the_package_lists_its_public_names():
     assert all(getattr(composer_replication, name) for name in composer_replication.__all__)
     names = (
         "DiLoCo DiLoCoCallback DiLoCoSettings DivergenceError ReplicaDataLoader SyncError "
-        "SyncReport make_manager read_run simulate"
+        "SyncReport make_manager read_run replica_shard simulate"
     )
     assert sorted(composer_replication.__all__) == names.split()
 
