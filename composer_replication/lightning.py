@@ -83,7 +83,7 @@ class LightningJob(Host):
     @property
     def optimizer(self) -> list[torch.optim.Optimizer]:
         others = list(self.trainer.optimizers)
-        if self.counted_optimizer >= len(others):
+        if self.counted_optimizer not in range(len(others)):
             raise ValueError(
                 f"counted_optimizer={self.counted_optimizer}, and configure_optimizers returns "
                 f"{len(others)}: give the index of one of them"
@@ -115,7 +115,7 @@ class LightningJob(Host):
 
     @property
     def checkpoints(self) -> str | None:
-        return next((f"{escape(folder)}/*.ckpt" for folder in self.saves_to), None)
+        return next((f"{escape(each)}/*.ckpt" for each in self.saves_to), None)
 
     # ---- what it shows ----------------------------------------------------------------------
 
@@ -127,15 +127,6 @@ class LightningJob(Host):
         for logger in self.trainer.loggers:
             with fence(f"the metrics of a sync in {type(logger).__name__}"):
                 logger.log_metrics(dict(metrics), step)
-
-    @property
-    def shows_position(self) -> bool:
-        return _is(self.trainer.progress_bar_callback, "TQDMProgressBar")
-
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
-        if self.shows_position:
-            bar = self.trainer.progress_bar_callback.train_progress_bar
-            bar.set_description_str(position, refresh=False)
 
     # ---- what a joiner gets -----------------------------------------------------------------
 
@@ -153,9 +144,8 @@ class LightningJob(Host):
         }
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
-        loop = self.trainer.fit_loop.epoch_loop
-        configs = self.trainer.lr_scheduler_configs
-        for config, state in zip(configs, saved["schedules"], strict=True):
+        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop
+        for config, state in zip(trainer.lr_scheduler_configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
             scheduler.load_state_dict(state)
             rates = scheduler.get_last_lr()
@@ -167,13 +157,13 @@ class LightningJob(Host):
             if saved["is_in_step"] and config.interval == "step" and not config.reduce_on_plateau:
                 if saved["steps"] % config.frequency == 0:
                     scheduler.step()
-        if self.trainer.lightning_module.automatic_optimization:
+        if trainer.lightning_module.automatic_optimization:
             count = loop.automatic_optimization.optim_progress.optimizer.step
         else:
             count = loop.manual_optimization.optim_step_progress
         count.total.ready = count.total.completed = saved["steps"]
         loop._batches_that_stepped = saved["steps"] // self.steps_of_batch
-        if saved["ends_at"] is not None:  # its own epochs would end later
+        if saved["ends_at"] is not None and not is_in_step:  # its own epochs would end later
             self._ends_at = loop.max_steps = saved["ends_at"]
 
 
@@ -283,6 +273,8 @@ class DiLoCoLightningCallback(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             self._job.losses.add(loss)
+        if self.diloco is not None:  # for the bar, whichever it is
+            self.log("outer_step", float(self.diloco.outer_step), prog_bar=True, logger=False)
         if self._steps() == self._done:
             return  # gradients are accumulated
         self._job.losses.num_steps += 1
@@ -304,10 +296,12 @@ class DiLoCoLightningCallback(Callback):
         self._group.note_progress()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._group.weights is not None:
-            self._group.show_local()
-            numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
-            self._group.note_evaluation(numbers)
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return  # of weights that may not be the run's
+        self._group.show_local()
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        numbers.pop("outer_step", None)
+        self._group.note_evaluation(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         return self._group.state_dict()  # on every rank: it may gather

@@ -6,6 +6,7 @@ Real: ``lightning`` and ``pytorch_lightning`` on the CPU, and two groups in a si
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     EarlyStopping,
     EMAWeightAveraging,
     ModelCheckpoint,
+    RichProgressBar,
     StochasticWeightAveraging,
+    TQDMProgressBar,
 )
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
@@ -167,9 +170,18 @@ def test_the_steps_of_the_optimizer_that_is_named_are_counted(counted, inner_ste
 
 
 def test_an_optimizer_that_is_not_there_is_named():
-    with pytest.raises(ValueError, match="counted_optimizer=2, and configure_optimizers returns 2"):
-        module = ActorAndCritic(0)
-        trainer_of(alone(counted_optimizer=2), max_steps=8).fit(module, loader_of(0, 8))
+    for index in (2, -1):
+        told = f"counted_optimizer={index}, and configure_optimizers returns 2: give the index"
+        with pytest.raises(ValueError, match=told):
+            trainer = trainer_of(alone(counted_optimizer=index), max_steps=8)
+            trainer.fit(ActorAndCritic(0), loader_of(0, 8))
+
+
+@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
+def test_the_bar_shows_the_outer_step(bar, capfd):
+    trainer = trainer_of(alone(), bar(), max_steps=9, enable_progress_bar=True)
+    trainer.fit(module_of(), loader_of(0, 9))
+    assert re.search(r"outer_step[:=] ?[12]\.0", "".join(capfd.readouterr()))
 
 
 # ---- what is saved and shown -----------------------------------------------------------------
@@ -194,11 +206,13 @@ def test_the_last_checkpoint_and_validation_are_of_the_result(tmp_path):
 
 
 def test_a_validation_of_other_weights_after_the_fit_is_of_those(tmp_path):
-    trainer = trainer_of(alone(), max_steps=4, limit_val_batches=1)
+    trainer = trainer_of(diloco := alone(), max_steps=4, limit_val_batches=1)
     trainer.fit(module_of(), loader_of(0, 4))
     other = module_of(5)
     before = copy.deepcopy(other.state_dict())
+    result = copy.deepcopy(diloco.result)
     trainer.validate(other, Batches([held_out()]), verbose=False)
+    assert diloco.result == result
     assert all(torch.equal(before[name], each) for name, each in other.state_dict().items())
 
 

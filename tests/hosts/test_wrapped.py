@@ -145,14 +145,18 @@ def test_what_cannot_be_watched_is_refused_in_one_short_sentence(wrap, message):
     assert len(str(raised.value)) <= 300
 
 
-def FullyShardedDataParallel(model):
-    """FSDP version 1 needs a process group to wrap a model: this has its name."""
-    return type("FullyShardedDataParallel", (nn.Sequential,), {})(model)
-
-
-def test_the_first_version_of_FSDP_is_refused_by_name():
-    with pytest.raises(ValueError, match="cannot train with FSDP version 1: use FSDP2"):
-        alone(FullyShardedDataParallel(model := TinyMLP()), sgd(model))
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FullyShardedDataParallel", "cannot train with FSDP version 1: use FSDP2"),
+        ("DeepSpeedEngine", "cannot train with DeepSpeed: use DDP or FSDP2"),
+    ],
+)
+def test_what_cannot_be_a_replica_group_is_refused_by_name(name, message):
+    # These need a process group, or a package, to wrap a model: one with the name of their class.
+    wrapper = type(name, (nn.Sequential,), {})
+    with pytest.raises(ValueError, match=message):
+        alone(wrapper(model := TinyMLP()), sgd(model))
 
 
 # ---- several optimizers ----------------------------------------------------------------------
