@@ -18,7 +18,7 @@ from transformers import (  # pyright: ignore[reportMissingImports] # only here 
     Trainer,
 )
 
-from composer_replication.diloco.wrapped import own_optimizers
+from composer_replication.diloco.wrapped import own_model, own_optimizers
 from composer_replication.group.checkpoint_files import (
     NO_STATE,
     newest_first,
@@ -63,7 +63,7 @@ class TrainerJob(Host):
 
     @property
     def model(self) -> nn.Module:
-        own = self.trainer.model
+        own, _ = own_model(self.trainer.model)  # as DiLoCo does, for the same names
         return nn.ModuleDict({"model": own, **self.beside}) if self.beside else own
 
     @property

@@ -55,7 +55,8 @@ def own_optimizers(given: Any) -> list[torch.optim.Optimizer]:
 
 def _own_optimizer(given: Any) -> torch.optim.Optimizer:
     each = given
-    while "_optimizer_step_pre_hooks" not in vars(each):  # torch's Optimizer.__init__ makes it
+    while "_optimizer_step_pre_hooks" not in (held := getattr(each, "__dict__", {})):
+        # torch's Optimizer.__init__ makes it.
         wrapped = getattr(each, "optimizer", None) or getattr(each, "base_optimizer", None)
         name = type(each).__name__
         if wrapped is None:
@@ -63,7 +64,7 @@ def _own_optimizer(given: Any) -> torch.optim.Optimizer:
                 f"DiLoCo cannot watch the steps of {name}, which is no torch.optim.Optimizer, or "
                 "does not call its __init__: give the optimizers that it steps, as a list"
             )
-        if (own := vars(each).get("state")) is not None and own is not wrapped.state:
+        if (own := held.get("state")) is not None and own is not wrapped.state:
             raise ValueError(
                 f"{name} moves the weights after the step of the {type(wrapped).__name__} in it, "
                 "towards weights of its own, and so takes a part of each outer step back: train "

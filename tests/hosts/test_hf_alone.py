@@ -20,13 +20,13 @@ from run_events import events_of, syncs_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from common import batch  # noqa: E402
+from common import TinyMLP, batch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
 from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
-from hosts.hf_trainers import alone, arguments_of, rows_of, trainer_of  # noqa: E402
+from hosts.hf_trainers import WithLoss, alone, arguments_of, rows_of, trainer_of  # noqa: E402
 from hosts.host import own_batches  # noqa: E402
 
 # ---- what cannot be a group -----------------------------------------------------------------
@@ -353,3 +353,33 @@ def test_accelerate_s_own_fsdp2_shards_a_group():
     command = "torchrun --nproc-per-node 2".split()
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "NUM_REPLICA_GROUPS": "1"}
     subprocess.run([*command, str(script), "10"], env={**os.environ, **fsdp}, check=True)
+
+
+def test_a_compiled_model_is_saved_with_its_global_weights(tmp_path):
+    model = torch.compile(WithMore(TinyMLP()), backend="eager")
+    trainer = alone(tmp_path, args={"remove_unused_columns": False}, model=model)
+    shown = {}
+    trainer.add_callback(Looks(trainer, shown))
+    trainer.train()
+    assert shown.keys() == {f"net.{name}" for name in TinyMLP().state_dict()}
+
+
+class WithMore(WithLoss):
+    """The Trainer takes a compiled model for one that wants the number of items."""
+
+    def forward(self, x, labels, **more):
+        return super().forward(x, labels)
+
+
+class Looks(TrainerCallback):
+    """Compares what the model would save after a step without a sync with the global weights."""
+
+    def __init__(self, trainer, shown):
+        self.trainer, self.shown = trainer, shown
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            theta = dict(self.trainer.callback.diloco.global_parameters())
+            saved = self.trainer.model._orig_mod.state_dict()
+            self.shown.update({name: each for name, each in saved.items() if name in theta})
+            assert all(torch.equal(theta[name], each) for name, each in self.shown.items())

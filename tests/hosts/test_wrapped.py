@@ -134,6 +134,7 @@ def test_a_wrapper_in_a_wrapper_is_looked_through():
 @pytest.mark.parametrize(
     ("wrap", "message"),
     [
+        (lambda optimizer: None, "cannot watch the steps of NoneType"),
         (Chain, "cannot watch the steps of Chain, .* give the optimizers that it steps, as a list"),
         (LooksAhead, "LooksAhead moves the weights after the step of the SGD .* train without"),
         (lookahead, "Lookahead moves the weights after the step of the SGD .* train without"),
