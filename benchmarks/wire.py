@@ -94,15 +94,15 @@ def silence() -> Iterator[None]:
 def pseudo_gradient(config: DictConfig) -> Tensor:
     """That of one group after a round."""
     seen: list[Tensor] = []
-    pack = FragmentSync._pack
+    pack = FragmentSync.pack
 
-    def watched(fragment: FragmentSync) -> None:
-        pack(fragment)
+    def watched(fragment: FragmentSync, *, is_joining: bool) -> None:
+        pack(fragment, is_joining=is_joining)
         if fragment.mean.contribution:
             seen.append(torch.cat(fragment.mean.messages[:-1]).clone())
 
     config = with_values(config, max_duration=f"{ROUND}ba", eval_interval="1000ba")
-    with replaced(FragmentSync, "_pack", watched), silence():
+    with replaced(FragmentSync, "pack", watched), silence():
         simulate_replicas(config, 1)
     return seen[0]
 

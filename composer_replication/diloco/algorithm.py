@@ -15,7 +15,6 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.construction import log_sizes, own_fragments, tell_settings
-from composer_replication.diloco.equal_samples import NUM_BATCHES, digest_of
 from composer_replication.diloco.fragments import (
     WatchedModel,
     check_trained_by,
@@ -359,9 +358,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         Args:
             batch: This rank's batch: tensors in any containers.
         """
-        batches = self._outer.peer_table.first_batches
-        if batches is not None and len(batches) < NUM_BATCHES and not self.options.same_samples:
-            batches.append(digest_of(batch))
+        if not self.options.same_samples:
+            self._outer.first_batches.note(batch)
 
     def expect_last_step(self) -> None:
         """Announce that the next inner step is the last one.
@@ -420,7 +418,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def streams_in_last_sync(self) -> list[int]:
         """The sample streams of the groups that took part in the last sync."""
-        return [synced.stream for synced in self._outer.peer_table.synced_samples if synced.stream]
+        return [synced.stream for synced in self._outer.result.synced_samples if synced.stream]
 
     def global_parameters(self) -> Mapping[str, Tensor]:
         """The global parameters by name: fp32, on ``backup_device``, not to be written to.

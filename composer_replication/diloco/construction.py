@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from composer_replication.diloco.fragments import described_tensors
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
-from composer_replication.diloco.peer_table import ROW
+from composer_replication.diloco.peer_rows import ROW
 from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
 from composer_replication.settings import TENSORS, DiLoCoSettings
 

@@ -21,6 +21,36 @@ MAX_NUMBERS = 2**20
 """How many numbers of a tensor are compared, so that little is copied from an accelerator."""
 
 
+class FirstBatches:
+    """Digests of this group's first batches, until they have been compared with other groups'."""
+
+    def __init__(self) -> None:
+        self._digests: list[str] | None = []
+
+    def note(self, batch: Any) -> None:
+        """Add a batch, if it is one of the first ``NUM_BATCHES``."""
+        if self._digests is not None and len(self._digests) < NUM_BATCHES:
+            self._digests.append(digest_of(batch))
+
+    def number(self) -> int:
+        """Return a number above 0 for the content of all of them; 0 if there is nothing to compare.
+
+        It is 0 too if something in a batch cannot be pickled.
+        """
+        if not self._digests or not all(self._digests):
+            return 0
+        return as_number(digest_of(self._digests))
+
+    def were_compared(self) -> None:
+        """Note no more batches: later the groups are at different positions."""
+        self._digests = None
+
+
+def as_number(digest: str) -> int:
+    """60 bits of a digest in hex, as a number above 0."""
+    return int(digest[:15], 16) + 1
+
+
 def digest_of(samples: Any) -> str:
     """SHA-256, in hex, of the content of samples. It is the same in every process and machine.
 

@@ -16,8 +16,10 @@ from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.peer_table import PeerTable
+from composer_replication.diloco.outer_health import UsualPace, Vitals
+from composer_replication.diloco.peer_rows import PeerRow
+from composer_replication.diloco.peer_table import PeerTable, TableResult
+from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
 from composer_replication.settings import DiLoCoSettings
 
@@ -110,7 +112,7 @@ class FragmentSync:
     """Synchronises one fragment.
 
     It takes the place of torchft's ``_StreamingDiLoCoFragment`` (``local_sgd.py``), with the same
-    streams and the same order of allreduce, vote and outer step. ``prepare_sync`` packs and sends;
+    streams and the same order of allreduce, vote and outer step. After ``pack`` and ``send``,
     ``perform_sync`` waits for the mean, votes, and then takes the outer step and writes the global
     parameters back into the model, while they are in cache.
 
@@ -123,7 +125,11 @@ class FragmentSync:
         global_parameters: Its parameters, local and global, and their outer optimizer.
         settings: The run's settings.
         state: The global state that the outer step changes.
-        peer_table: The table whose allreduce goes with this fragment's.
+        usual_pace: How far this group's inner steps usually move a parameter.
+
+    Attributes:
+        is_joining: Whether this group contributed nothing to the last sync, since it joined.
+        result: What the groups of the last sync have told each other.
     """
 
     def __init__(
@@ -133,13 +139,13 @@ class FragmentSync:
         global_parameters: GlobalParameters,
         settings: DiLoCoSettings,
         state: GlobalState,
-        peer_table: PeerTable,
+        usual_pace: UsualPace,
     ) -> None:
         self._manager = manager
         self.fragment_id = fragment_id
         self.globals = global_parameters
         self._state = state
-        self._peer_table = peer_table
+        self._usual_pace = usual_pace
         self._settings = settings
         self.device = global_parameters.device
         self.mean = make_mean(
@@ -156,20 +162,12 @@ class FragmentSync:
         self._buffers: list[Tensor] = []
         self.total_contribution = 0.0
         self.committed = False
+        self.is_joining = False
+        self.result = TableResult()
         self.sick_in_a_row = 0
         """How many syncs in a row have left out what this group has sent of it."""
 
     # ---- a sync ----------------------------------------------------------------------------------
-
-    def prepare_sync(self) -> None:
-        """Compute the pseudo-gradient and start its allreduce, in a quorum. It does not wait."""
-        self.committed = False
-        self._works = []  # of an attempt that failed
-        self._pack()
-        if self._stream is not None:  # it reads what the stream of training has computed
-            self._stream.wait_stream(torch.accelerator.current_stream(self.device))
-        with get_stream_context(self._stream):
-            self._works = self._send()
 
     def abandon(self) -> None:
         """Forget the sync in flight. Its mean and its memory are not used again."""
@@ -178,7 +176,11 @@ class FragmentSync:
         self.mean.abandon()
         self.unsynced.packed = Packed()
 
-    def _pack(self) -> None:
+    def pack(self, *, is_joining: bool) -> None:
+        """Compute the pseudo-gradient. A joiner's is zero, with no weight."""
+        self.committed = False
+        self.is_joining = is_joining
+        self._works = []  # of an attempt that failed
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self._to_pack()
@@ -194,30 +196,47 @@ class FragmentSync:
         if self.mean.contribution and (odd_here - odd_globally):
             names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
             log.warning("Not finite in this group, and left out: %s", listed(names))
-        if not self._peer_table.is_joining:
+        if not is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
 
-    def _send(self) -> list[Any]:
-        # The table is sent first, because a quantized mean sends more messages after the first ones
-        # have arrived, and all groups must start their collectives in one order. It is awaited
-        # last.
-        packed = self.unsynced.packed
-        samples = self._state.ledger.send(
-            self.fragment_id, packed.position, self.mean.contribution > 0
-        )
-        table = self._peer_table.send(self.mean, self._vitals(), samples, self._leave_out)
-        # Before the mean, since a quantized one starts collectives on a thread of its own.
-        means = self.globals.copied.send(self._manager, self.device, self._buffers)
-        if not gathers(self._manager):  # otherwise they are gathered once the table has arrived
-            means += self.mean.send(self._manager)
-        return [*means, table]
+    def send(self, row: PeerRow) -> None:
+        """Start to send what is packed, in a quorum. It does not wait.
 
-    def _vitals(self) -> Vitals:
+        Args:
+            row: What this group tells the others beside it.
+        """
+        if self._stream is not None:  # it reads what the stream of training has computed
+            self._stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with get_stream_context(self._stream):
+            table = PeerTable(self._manager, row, self.mean, self._leave_out)
+            # The table is sent first, because a quantized mean sends more messages after the first
+            # ones have arrived, and all groups must start their collectives in one order. It is
+            # awaited last.
+            table.send()
+            # Before the mean, since a quantized one starts collectives on a thread of its own.
+            works = self.globals.copied.send(self._manager, self.device, self._buffers)
+            if not gathers(self._manager):  # else they are gathered once the table has arrived
+                works += self.mean.send(self._manager)
+            self._works = [*works, table]
+
+    def samples(self) -> SyncedSamples:
+        """How far this group's sample stream is in the model once this sync has committed."""
+        return self._state.ledger.send(
+            self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
+        )
+
+    def vitals(self, step_s: float) -> Vitals:
+        """Return this group's metrics of what is packed.
+
+        Args:
+            step_s: Seconds that one of its inner steps takes; NaN if that is not measured.
+        """
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
-            return Vitals()
-        usual_pace = self._peer_table.usual_pace.at(self.unsynced.packed.learning_rate)
+            return Vitals(step_s=step_s)
+        usual_pace = self._usual_pace.at(self.unsynced.packed.learning_rate)
         return Vitals(
+            step_s=step_s,
             contribution=mean.contribution,
             norm=mean.norm,
             sent_norm=mean.sent_norm,
@@ -259,6 +278,10 @@ class FragmentSync:
                 work.wait()
         if self._stream is not None:
             self._stream.synchronize()
+        if self._works:
+            self.result = self._works[-1].result
+            if self.result.rows:
+                self._state.was_compared()
         self._works = []
         self.committed = self._manager.should_commit()
         if self.committed:
@@ -268,17 +291,17 @@ class FragmentSync:
 
     def _step(self) -> None:
         self.total_contribution = self.mean.finish()
-        table, globals_ = self._peer_table, self.globals
+        globals_ = self.globals
         if self.total_contribution > 0.0:
             # Locked until it is counted: no joiner gets half an outer step.
-            with self._state.outer_step_of(table.synced_samples):
-                first = table.vitals.get(0)
-                if first is not None and first.contribution:  # all take over its buffers
+            with self._state.outer_step_of(self.result.synced_samples):
+                first = self.result.kept.get(0)
+                if first is not None and first.vitals.contribution:  # all take over its buffers
                     globals_.take_buffers(globals_.not_finite()[0])
                 else:
                     globals_.copied.write_back()
                 globals_.take_outer_step(self.mean, self._write_back_alpha)
-        elif not table.is_joining:
+        elif not self.is_joining:
             # All groups were resuming: each continues in mid-round where it stopped.
             globals_.write_back(self._write_back_alpha)
         self.mean.clear()
@@ -286,8 +309,9 @@ class FragmentSync:
     # ---- what is sent, with which weight, and what stays of the local parameters -----------------
 
     def _to_pack(self) -> Packed:
-        position, unsynced = self._state.ledger.position, self.unsynced
-        if self._peer_table.is_joining:
+        position = self._state.ledger.position
+        unsynced = self.unsynced
+        if self.is_joining:
             return Packed(position=position)
         if unsynced.unsent is not None:
             return unsynced.unsent
@@ -305,7 +329,7 @@ class FragmentSync:
 
     @property
     def _write_back_alpha(self) -> float:
-        if self._peer_table.is_joining:
+        if self.is_joining:
             return 0.0
         return self._settings.fragment_update_alpha
 
@@ -316,12 +340,13 @@ class FragmentSync:
 
         A join without an outer step changes nothing.
         """
-        table, unsynced, packed = self._peer_table, self.unsynced, self.unsynced.packed
-        if table.is_joining and self.total_contribution == 0.0:
+        unsynced = self.unsynced
+        packed = unsynced.packed
+        if self.is_joining and self.total_contribution == 0.0:
             return
         if self.mean.contribution > 0:
             if packed.inner_steps:
-                table.usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
+                self._usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
             self._state.ledger.has_synced(self.fragment_id, packed.position)
         if self._write_back_alpha > 0:
             unsynced.inner_steps -= packed.inner_steps

@@ -83,6 +83,21 @@ class GlobalState:
         """Whether digests are compared at this outer step: at every ``every``-th one; 0: never."""
         return every > 0 and self.outer_step % every == 0
 
+    def digests_to_compare(self, every: int) -> list[str]:
+        """``fragment_digests``, if the next sync compares them; else empty strings.
+
+        Args:
+            every: See ``digest_is_due``. They are also compared after a heal and after a resume.
+        """
+        if self.digest_is_due(every) or self.compare_next or self.was_healed:
+            return self.fragment_digests()
+        return [""] * len(self._fragments)
+
+    def was_compared(self) -> None:
+        """Note that a sync's groups have compared their states."""
+        self.compare_next = False
+        self.was_healed = False
+
     def fragment_digests(self) -> list[str]:
         """SHA-256, in hex, of what this rank holds of each fragment. It is no collective.
 

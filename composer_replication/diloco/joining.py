@@ -10,7 +10,7 @@ from torch import Tensor
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.flat_chunks import Chunk
 from composer_replication.diloco.fragment_sync import FragmentSync
-from composer_replication.diloco.outer_loop import OuterLoop
+from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.retry import StartBarrier
 from composer_replication.diloco.torchft_api import DiLoCoManager, fetched_state
 from composer_replication.options import ReplicaOptions
@@ -61,8 +61,8 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
                 return False
         else:
             if manager.num_participants() > 1 or options.num_awaited == 1:
-                _sync_as_joiner(loop)
-                if not loop.peer_table.are_all_joining:
+                loop.sync_in_quorum(Role.JOINS)
+                if not loop.result.are_all_joining:
                     state.ledger.stop_reading()  # resumed steps may be lost in part
                     return True
             # This group is alone, or all are resuming. Without the vote it would begin to train,
@@ -95,13 +95,6 @@ def _start(loop: OuterLoop) -> bool:
     log.info("Started with %d replica groups", loop.manager.num_participants())
     loop.clock.read()  # the wait for the start belongs to no sync
     return True
-
-
-def _sync_as_joiner(loop: OuterLoop) -> None:
-    loop.peer_table.is_joining = True
-    loop.sync_in_quorum()
-    loop.finish_sync()
-    loop.peer_table.is_joining = False
 
 
 def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:

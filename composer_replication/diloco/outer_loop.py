@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 
+from composer_replication.diloco.equal_samples import FirstBatches, as_number
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
-from composer_replication.diloco.outer_health import directions, learning_rate
-from composer_replication.diloco.peer_table import PeerTable
+from composer_replication.diloco.outer_health import UsualPace, directions, learning_rate
+from composer_replication.diloco.peer_rows import PeerRow
+from composer_replication.diloco.peer_table import TableResult
 from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
 from composer_replication.diloco.sync_report import SyncReport
@@ -27,6 +30,15 @@ from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
+
+
+class Role(Enum):
+    """What a group does in a sync."""
+
+    TRAINS = "it has inner steps, and takes more"
+    ENDS = "it takes no more inner steps"
+    IDLES = "it has no samples at the moment, and may get some"
+    JOINS = "it obtains the global state, and contributes nothing"
 
 
 class OuterLoop:
@@ -50,7 +62,10 @@ class OuterLoop:
         in_flight: The fragment that has been sent and has not taken its outer step, or that a
             checkpoint has left to be sent again; None if there is none.
         clock: Measures what a sync costs training.
-        peer_table: The table that the fragments send.
+        result: What the groups of the last sync have told each other.
+        usual_pace: How far this group's inner steps usually move a parameter.
+        first_batches: Compared with the other groups' at this group's first sync.
+        role: This group's, in the syncs of the schedule.
         inner_steps: Inner steps of this group since the run began.
         reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
         ends_with_next_step: Whether the next inner step is the last one.
@@ -74,17 +89,23 @@ class OuterLoop:
         self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, longest_wait_s(manager))
         self.round_length = RoundLength(settings)
-        self.peer_table = PeerTable(manager, state, len(global_parameters), options.digest_every)
+        self.result = TableResult()
+        self.usual_pace = UsualPace(len(global_parameters))
+        self.first_batches = FirstBatches()
+        self.role = Role.TRAINS
         self.fragments = [
-            FragmentSync(manager, index, globals_, settings, state, self.peer_table)
+            FragmentSync(manager, index, globals_, settings, state, self.usual_pace)
             for index, globals_ in enumerate(global_parameters)
         ]
         self.in_flight: FragmentSync | None = None
-        self._steps_lost = self._synced_at = 0
-        self._is_idle = self._must_settle = self._has_doubts = False
+        self._steps_lost = 0
+        self._synced_at = 0
+        self._must_settle = False
+        self._has_doubts = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
-        self.ends_with_next_step = self.has_healed = False
+        self.ends_with_next_step = False
+        self.has_healed = False
         try:
             manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         except (AssertionError, ValueError) as error:  # torchft's, and the simulation's
@@ -98,15 +119,15 @@ class OuterLoop:
 
     def resume(self, inner_steps: int) -> None:
         """Continue the count of a checkpoint: inner steps of this group until then."""
-        self.inner_steps = self._synced_at = inner_steps
+        self.inner_steps = inner_steps
+        self._synced_at = inner_steps
 
     # ---- a sync -----------------------------------------------------------------------------
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
-        self.peer_table.is_over = False
-        self.peer_table.is_training = not self.ends_with_next_step
+        self.role = Role.ENDS if self.ends_with_next_step else Role.TRAINS
         rate = learning_rate(*self._inner_optimizers)
         for fragment in self.fragments:
             fragment.unsynced.count(samples, rate)
@@ -117,12 +138,16 @@ class OuterLoop:
             if not fragment.unsynced.has_more:
                 fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
-    def prepare_sync(self) -> None:
+    def prepare_sync(self, role: Role | None = None) -> None:
         """Send the next fragment, in a quorum. It waits for the ranks of this group only.
 
         The outer step decides which fragment is next, and not the manager's step as in torchft: a
         join commits, but is no outer step.
+
+        Args:
+            role: This group's. None: that of a sync of the schedule.
         """
+        role = role or self.role
         self.clock.quorum_formed()
         try:
             is_settled = self.settle()
@@ -137,11 +162,28 @@ class OuterLoop:
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 self.in_flight.abandon()
                 return
-            self.peer_table.has_more = self.peer_table.is_training or self._leaves_steps()
-            self.in_flight.prepare_sync()
+            leaves_steps = self._leaves_steps()
+            self.in_flight.pack(is_joining=role is Role.JOINS)
+            has_more = role is not Role.ENDS or leaves_steps
+            self.in_flight.send(self._row(self.in_flight, has_more))
         except BaseException as error:
             self._report(error)
             raise
+
+    def _row(self, fragment: FragmentSync, has_more: bool) -> PeerRow:
+        """What this group tells the others beside what is packed."""
+        vitals = fragment.vitals(self.round_length.step_s)
+        digests = self.state.digests_to_compare(self._options.digest_every)
+        return PeerRow(
+            has_more=has_more,
+            is_joining=fragment.is_joining,
+            was_healed=self.state.was_healed,
+            outer_step=self.state.outer_step,
+            vitals=vitals,
+            samples=fragment.samples(),
+            batches=self.first_batches.number() if vitals.contribution else 0,
+            digests=tuple(as_number(digest) if digest else 0 for digest in digests),
+        )
 
     def _leaves_steps(self) -> bool:
         """Whether inner steps remain to be sent after the fragment that is sent next."""
@@ -160,6 +202,7 @@ class OuterLoop:
             if fragment.is_in_flight:  # it failed before the vote
                 self._report(error)
             raise
+        self.result = fragment.result
         self.clock.vote_over()
         return committed
 
@@ -172,24 +215,32 @@ class OuterLoop:
         self.manager.start_quorum()
         self.prepare_sync()
 
-    def sync(self) -> None:
+    def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
         with self.clock.blocking():
             self.manager.start_quorum()
-            self.sync_in_quorum()
-            self.finish_sync()
+            self.sync_in_quorum(role)
 
-    def sync_in_quorum(self) -> None:
+    def sync_in_quorum(self, role: Role) -> None:
+        """Run one sync whose quorum has been formed, and retry it until it commits."""
+        self._attempt(role)
+        self.finish_sync(role)
+
+    def _attempt(self, role: Role) -> None:
         """Make one attempt at a sync: send, wait for the mean, vote, and step if it commits."""
-        self.prepare_sync()
+        self.prepare_sync(role)
         self.perform_sync()
 
-    def finish_sync(self) -> None:
+    def finish_sync(self, role: Role | None = None) -> None:
         """Retry the sync until it commits, then report it.
+
+        Args:
+            role: This group's. None: that of a sync of the schedule.
 
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
+        role = role or self.role
         retries = SyncRetries(
             self.manager,
             self.state,
@@ -199,7 +250,7 @@ class OuterLoop:
         while self.in_flight is not None and not self.in_flight.committed:
             present = self.manager.num_participants()
             was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
-                self.peer_table.is_over, self.peer_table.has_doubts
+                self.result.is_over, self.result.has_doubts
             )
             # The next attempt finds whom to leave out, also where no retry is allowed.
             is_first_doubt = has_doubts > 0 and not self._has_doubts
@@ -207,7 +258,7 @@ class OuterLoop:
             retries.wait()
             self.manager.start_quorum()
             if not is_first_doubt:
-                retries.check_limit(self.peer_table.is_joining)
+                retries.check_limit(role is Role.JOINS)
             if was_last and self.manager.num_participants() < present:
                 log.warning(
                     "Groups have left since the run's last sync, in which this group's vote failed:"
@@ -216,11 +267,12 @@ class OuterLoop:
                 )
             # If a peer has committed the sync, this quorum has healed this group, and the next
             # fragment is sent.
-            self.sync_in_quorum()
+            self._attempt(role)
         self._has_doubts = False
         assert self.in_flight is not None, "a sync has been performed"
-        fragment, self.in_flight = self.in_flight, None
-        if self.peer_table.is_joining and self.peer_table.are_all_joining:
+        fragment = self.in_flight
+        self.in_flight = None
+        if role is Role.JOINS and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one.
             fragment.abandon()
@@ -230,7 +282,7 @@ class OuterLoop:
             self.clock.read()
             self._synced_at = self.inner_steps
         else:
-            self._account(fragment, retries.count)
+            self._account(fragment, role, retries.count)
 
     def set_torchft_step(self) -> None:
         """Set torchft's step to that of the next sync, after a commit that was no outer step.
@@ -243,7 +295,7 @@ class OuterLoop:
         step = self.state.outer_step + 1
         self.manager.load_state_dict(self.manager.state_dict() | {"step": step})
 
-    def _account(self, fragment: FragmentSync, retries: int) -> None:
+    def _account(self, fragment: FragmentSync, role: Role, retries: int) -> None:
         moved = fragment.total_contribution > 0
         if not moved:
             self.set_torchft_step()
@@ -255,13 +307,13 @@ class OuterLoop:
         seconds = self.clock.read()
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
-        is_idle = self._is_idle or not self.peer_table.is_training
-        ends = is_idle and not self._steps_lost  # steps that the run's last sync drops are told
-        if not moved and (self.peer_table.is_joining or ends):
-            return  # a cold start, a resume of all groups, or an end: no outer step to report
+        # Of a cold start, a resume of all groups or an end there is no outer step to report. Steps
+        # that the run's last sync drops are told.
+        if not moved and (role is Role.JOINS or (role is not Role.TRAINS and not self._steps_lost)):
+            return
         self.reports.append(self._report_of(fragment, seconds, retries))
         if fragment.mean.contribution:
-            self.peer_table.first_batches = None  # the groups have compared them
+            self.first_batches.were_compared()
         self.has_healed = False
         self._steps_lost = 0
 
@@ -292,8 +344,8 @@ class OuterLoop:
             outer_lr=outer["lr"],
             outer_momentum=outer.get("momentum", 0.0),
             global_digest=self.state.digest() if has_digest else None,
-            equal_samples=self.peer_table.equal_samples,
-            **directions([*self.peer_table.vitals.values()], norms.mean),
+            equal_samples=fragment.result.equal_samples,
+            **directions(fragment.result.vitals, norms.mean),
         )
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
@@ -303,8 +355,7 @@ class OuterLoop:
         if steps := self.inner_steps - self._synced_at:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
-        self.peer_table.step_s = self.round_length.step_s
-        self.round_length.choose([*self.peer_table.vitals.values()])
+        self.round_length.choose(self.result.vitals)
 
     @property
     def steps_before_sync(self) -> int:
@@ -405,13 +456,13 @@ class OuterLoop:
         nothing.
         """
         self._land()
-        self.peer_table.is_training = False
-        while not self.peer_table.is_over:
+        while not (self.result.is_over and self.inner_steps == self._synced_at):
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
-            self.sync()
-        self.peer_table.is_training, self.ends_with_next_step = True, False
+            self.sync(Role.ENDS)
+        self.role = Role.TRAINS
+        self.ends_with_next_step = False
         for fragment in self.fragments:
             fragment.take_global()
 
@@ -422,11 +473,7 @@ class OuterLoop:
         could end the run, or this group would fall behind and be healed.
         """
         self._land()
-        self.peer_table.is_training = self._is_idle = True
-        try:
-            self.sync()
-        finally:
-            self._is_idle = False
+        self.sync(Role.IDLES)
 
     def _land(self) -> None:
         """Finish the sync in flight, if there is one. A sync from a checkpoint is sent first."""

@@ -29,7 +29,7 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         "in_flight": _in_flight(loop.in_flight),
         "inner_steps": loop.inner_steps,
         "round_length": loop.round_length.state_dict(),
-        "usual_pace": loop.peer_table.usual_pace.state_dict(),
+        "usual_pace": loop.usual_pace.state_dict(),
         "residual": {
             name: tensor.clone() if copies else tensor
             for fragment in fragments
@@ -49,8 +49,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     state.resume(saved)
     loop.resume(saved["inner_steps"])
     loop.round_length.load_state_dict(saved["round_length"])
-    loop.peer_table.step_s = loop.round_length.step_s
-    loop.peer_table.usual_pace.load_state_dict(saved["usual_pace"])
+    loop.usual_pace.load_state_dict(saved["usual_pace"])
     for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
         fragment.unsynced = Unsynced(*counted)
         if saved["residual"]:

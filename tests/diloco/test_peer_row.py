@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from composer_replication.diloco.equal_samples import as_number
 from composer_replication.diloco.outer_health import Vitals
-from composer_replication.diloco.peer_table import PeerRow, as_number
+from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.sample_ledger import SyncedSamples
 
 

@@ -15,7 +15,7 @@ from promises.groups import adamw, attempt, run
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.outer_health import Vitals, beyond_all_others
-from composer_replication.diloco.peer_table import PeerRow
+from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.simulation.shared_buffer import Fault, SharedBuffer
 
 MOVES = (-1.0, -1.5, -2.0)
