@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import torch
@@ -108,6 +109,16 @@ class Unsynced:
         return self.unsent is not None and self.inner_steps > self.unsent.inner_steps
 
 
+class Phase(Enum):
+    """How far the sync of a fragment is. At most one fragment is not idle."""
+
+    IDLE = "no sync of it has begun"
+    RESTORED = "a checkpoint has left it in flight: it is to be sent again"
+    SENT = "it has been sent, and there was no vote yet"
+    FAILED = "it was not sent, or the vote has failed: it is to be repeated"
+    COMMITTED = "it has taken its outer step, which is to be reported"
+
+
 class FragmentSync:
     """Synchronises one fragment.
 
@@ -128,6 +139,7 @@ class FragmentSync:
         usual_pace: How far this group's inner steps usually move a parameter.
 
     Attributes:
+        phase: How far its sync is.
         is_joining: Whether this group contributed nothing to the last sync, since it joined.
         result: What the groups of the last sync have told each other.
     """
@@ -161,7 +173,7 @@ class FragmentSync:
         self.unsynced = Unsynced()
         self._buffers: list[Tensor] = []
         self.total_contribution = 0.0
-        self.committed = False
+        self.phase = Phase.IDLE
         self.is_joining = False
         self.result = TableResult()
         self.sick_in_a_row = 0
@@ -171,14 +183,23 @@ class FragmentSync:
 
     def abandon(self) -> None:
         """Forget the sync in flight. Its mean and its memory are not used again."""
-        self.committed = False
+        self.phase = Phase.FAILED
         self._works = []
         self.mean.abandon()
         self.unsynced.packed = Packed()
 
+    def end(self) -> None:
+        """End the sync in flight: what was sent is accounted for, or others have gone on."""
+        self.phase = Phase.IDLE
+
+    def restore(self, packed: Packed | None) -> None:
+        """Send this in the next sync, instead of what has been trained since; None: that."""
+        self.unsynced.unsent = packed
+        self.phase = Phase.IDLE if packed is None else Phase.RESTORED
+
     def pack(self, *, is_joining: bool) -> None:
         """Compute the pseudo-gradient. A joiner's is zero, with no weight."""
-        self.committed = False
+        self.phase = Phase.FAILED  # until it is sent
         self.is_joining = is_joining
         self._works = []  # of an attempt that failed
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
@@ -218,6 +239,7 @@ class FragmentSync:
             if not gathers(self._manager):  # else they are gathered once the table has arrived
                 works += self.mean.send(self._manager)
             self._works = [*works, table]
+        self.phase = Phase.SENT
 
     def samples(self) -> SyncedSamples:
         """How far this group's sample stream is in the model once this sync has committed."""
@@ -278,16 +300,17 @@ class FragmentSync:
                 work.wait()
         if self._stream is not None:
             self._stream.synchronize()
-        if self._works:
+        if self.phase is Phase.SENT:
             self.result = self._works[-1].result
             if self.result.rows:
                 self._state.was_compared()
         self._works = []
-        self.committed = self._manager.should_commit()
-        if self.committed:
+        self.phase = Phase.FAILED  # also if the vote raises
+        if self._manager.should_commit():
+            self.phase = Phase.COMMITTED
             self._step()
         self.unsynced.packed.local = None  # no longer in flight
-        return self.committed
+        return self.phase is Phase.COMMITTED
 
     def _step(self) -> None:
         self.total_contribution = self.mean.finish()
@@ -371,14 +394,7 @@ class FragmentSync:
         self.unsynced = Unsynced()
         self.mean.forget_residual()
 
-    # ---- what others ask -------------------------------------------------------------------------
-
     @property
-    def is_in_flight(self) -> bool:
-        """Whether an allreduce has been started and its outer step has not been taken."""
-        return bool(self._works)
-
-    @property
-    def in_flight(self) -> Packed | None:
-        """What has been sent, or is to be sent again; None if nothing has."""
-        return self.unsynced.packed if self.is_in_flight else self.unsynced.unsent
+    def to_resume_with(self) -> Packed | None:
+        """What this group would send again if it resumed from here; None: what it has trained."""
+        return self.unsynced.packed if self.phase is Phase.SENT else self.unsynced.unsent

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from composer_replication.diloco.equal_samples import FirstBatches, as_number
-from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.fragment_sync import FragmentSync, Phase
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
@@ -59,8 +59,6 @@ class OuterLoop:
     Attributes:
         fragments: The fragments in the order of their syncs.
         round_length: How many inner steps this group takes between two syncs.
-        in_flight: The fragment that has been sent and has not taken its outer step, or that a
-            checkpoint has left to be sent again; None if there is none.
         clock: Measures what a sync costs training.
         result: What the groups of the last sync have told each other.
         usual_pace: How far this group's inner steps usually move a parameter.
@@ -97,7 +95,6 @@ class OuterLoop:
             FragmentSync(manager, index, globals_, settings, state, self.usual_pace)
             for index, globals_ in enumerate(global_parameters)
         ]
-        self.in_flight: FragmentSync | None = None
         self._steps_lost = 0
         self._synced_at = 0
         self._must_settle = False
@@ -123,6 +120,12 @@ class OuterLoop:
         self._synced_at = inner_steps
 
     # ---- a sync -----------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> FragmentSync | None:
+        """The fragment whose sync has begun and has not ended; None if there is none."""
+        begun = (each for each in self.fragments if each.phase is not Phase.IDLE)
+        return next(begun, None)
 
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
@@ -151,8 +154,8 @@ class OuterLoop:
         self.clock.quorum_formed()
         try:
             is_settled = self.settle()
-            if self.in_flight is None:
-                self.in_flight = self.fragments[self.state.outer_step % len(self.fragments)]
+            next_one = self.fragments[self.state.outer_step % len(self.fragments)]
+            fragment = self.in_flight or next_one
             if not is_settled and not self.manager.errored():
                 # The peers of this rank need not wait for what it will not send.
                 self._report(ConnectionError("another rank of this group has not healed"))
@@ -160,12 +163,11 @@ class OuterLoop:
             if not is_settled or present < self.manager._min_replica_size:
                 # The vote will fail. Groups that wait for others would send all their parameters at
                 # each attempt. All ranks and groups see this number, so all decide alike.
-                self.in_flight.abandon()
+                fragment.abandon()
                 return
-            leaves_steps = self._leaves_steps()
-            self.in_flight.pack(is_joining=role is Role.JOINS)
-            has_more = role is not Role.ENDS or leaves_steps
-            self.in_flight.send(self._row(self.in_flight, has_more))
+            has_more = role is not Role.ENDS or self._leaves_steps(fragment)
+            fragment.pack(is_joining=role is Role.JOINS)
+            fragment.send(self._row(fragment, has_more))
         except BaseException as error:
             self._report(error)
             raise
@@ -185,11 +187,10 @@ class OuterLoop:
             digests=tuple(as_number(digest) if digest else 0 for digest in digests),
         )
 
-    def _leaves_steps(self) -> bool:
-        """Whether inner steps remain to be sent after the fragment that is sent next."""
-        return any(
-            each.unsynced.has_more_than_unsent if each is self.in_flight else each.unsynced.has_more
-            for each in self.fragments
+    def _leaves_steps(self, fragment: FragmentSync) -> bool:
+        """Whether inner steps remain to be sent after this fragment, which is sent next."""
+        return fragment.unsynced.has_more_than_unsent or any(
+            each.unsynced.has_more for each in self.fragments if each is not fragment
         )
 
     def perform_sync(self) -> bool:
@@ -199,7 +200,7 @@ class OuterLoop:
         try:
             committed = fragment.perform_sync()
         except BaseException as error:
-            if fragment.is_in_flight:  # it failed before the vote
+            if fragment.phase is Phase.SENT:  # it failed before the vote
                 self._report(error)
             raise
         self.result = fragment.result
@@ -247,7 +248,7 @@ class OuterLoop:
             self._settings.max_sync_retries,
             self._options.give_up_after_s,
         )
-        while self.in_flight is not None and not self.in_flight.committed:
+        while (fragment := self.in_flight) is None or fragment.phase is not Phase.COMMITTED:
             present = self.manager.num_participants()
             was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
                 self.result.is_over, self.result.has_doubts
@@ -269,15 +270,12 @@ class OuterLoop:
             # fragment is sent.
             self._attempt(role)
         self._has_doubts = False
-        assert self.in_flight is not None, "a sync has been performed"
-        fragment = self.in_flight
-        self.in_flight = None
+        fragment.end()
         if role is Role.JOINS and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
-            # sent, unless the group has taken over the state of another one.
+            # sent, unless the group has taken over the state of another one: it has dropped it.
             fragment.abandon()
-            if fragment.unsynced.unsent is not None and not self.has_healed:
-                self.in_flight = fragment
+            fragment.restore(fragment.unsynced.unsent)
             self.set_torchft_step()
             self.clock.read()
             self._synced_at = self.inner_steps
@@ -424,7 +422,7 @@ class OuterLoop:
         log.info("Took over the global state after outer step %d", self.state.outer_step)
         if self.in_flight is not None:  # the others have committed it without this group
             self.in_flight.abandon()
-            self.in_flight = None
+            self.in_flight.end()
         self._forget_local(self.fragments)
         self.has_healed = self._must_settle = True
         # A single rank need not wait until others have healed too.
@@ -487,7 +485,7 @@ class OuterLoop:
     @property
     def is_unsent(self) -> bool:
         """Whether a checkpoint has left a sync in flight that is still to be sent."""
-        return self.in_flight is not None and self.in_flight.unsynced.unsent is not None
+        return any(each.phase is Phase.RESTORED for each in self.fragments)
 
 
 def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None) -> None:

@@ -64,7 +64,7 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
 
     Without a delay a sync is in flight only if it was interrupted. A resume then computes it again.
     """
-    packed = None if fragment is None else fragment.in_flight
+    packed = None if fragment is None else fragment.to_resume_with
     if fragment is None or packed is None or packed.local is None:
         return None
     local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
@@ -81,15 +81,15 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
     Returns:
         Whether there is one.
     """
-    loop.in_flight = None
+    if loop.in_flight is not None:
+        loop.in_flight.end()
     if saved is not None:
         packed = dict(saved)
         fragment = loop.fragments[packed.pop("fragment")]
         packed["local"] = [saved["local"][name] for name in fragment.globals.tensors]
-        fragment.unsynced.unsent = Packed(**packed)
-        loop.in_flight = fragment
+        fragment.restore(Packed(**packed))
     loop.set_torchft_step()
-    return loop.in_flight is not None
+    return saved is not None
 
 
 def _residual(fragment: FragmentSync) -> dict[str, Tensor]:
