@@ -32,7 +32,7 @@ from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_st
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
 from composer_replication.diloco.shards import local_tensor
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
 from composer_replication.diloco.wrapped import own_model, own_optimizers
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
@@ -120,6 +120,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     ) -> None:
         if settings.overlap_warning:
             warnings.warn(settings.overlap_warning, stacklevel=3)
+        manager = as_diloco_manager(manager)
         check_can_quantize(manager, settings.wire_format)
         if isinstance(model_fragments, nn.Module):
             model_fragments, ranks_of_ddp = own_model(model_fragments)
@@ -151,7 +152,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(options.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
-            cast(DiLoCoManager, manager),
+            manager,
             owned,
             self._state,
             settings,

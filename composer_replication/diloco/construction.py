@@ -17,6 +17,7 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
 from composer_replication.diloco.peer_rows import ROW
 from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import TENSORS, DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -93,17 +94,15 @@ The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
 
 
 def tell_settings(
-    manager: Any, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
+    manager: DiLoCoManager, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
 ) -> None:
     """Give the manager what has to be equal in all groups, before it connects to them.
 
     Args:
-        manager: Of this group. torchft's own compares nothing.
+        manager: Of this group.
         synced: The synchronised tensors by name, of each fragment.
         fingerprint: The run's settings and the model.
     """
-    if not hasattr(manager, "settings"):
-        return
     manager.settings |= {
         **fingerprint,
         # With unequal values one group would train alone while another waits for more. Checkpoints

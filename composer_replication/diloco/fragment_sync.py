@@ -21,7 +21,7 @@ from composer_replication.diloco.outer_health import UsualPace, Vitals
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class FragmentSync:
             table.send()
             # Before the mean, since a quantized one starts collectives on a thread of its own.
             works = self.globals.copied.send(self._manager, self.device, self._buffers)
-            if not gathers(self._manager):  # else they are gathered once the table has arrived
+            if not self._manager.gathers:  # else they are gathered once the table has arrived
                 works += self.mean.send(self._manager)
             self._works = [*works, table]
         self.phase = Phase.SENT

@@ -20,12 +20,7 @@ from composer_replication.diloco.peer_table import TableResult
 from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import (
-    HEAL_STATE,
-    DiLoCoManager,
-    ask_to_gather,
-    longest_wait_s,
-)
+from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
 
@@ -85,7 +80,7 @@ class OuterLoop:
         self._settings = settings
         self._options = options
         self._inner_optimizers = inner_optimizers
-        self.clock = SyncClock(hang_watch, longest_wait_s(manager))
+        self.clock = SyncClock(hang_watch, manager.longest_wait_s)
         self.round_length = RoundLength(settings)
         self.result = TableResult()
         self.usual_pace = UsualPace(len(global_parameters))
@@ -98,7 +93,6 @@ class OuterLoop:
         self._steps_lost = 0
         self._synced_at = 0
         self._must_settle = False
-        self._has_doubts = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = False
@@ -110,9 +104,7 @@ class OuterLoop:
                 "this manager has a DiLoCo already: use one for all models and optimizers, "
                 "DiLoCo(manager, nn.ModuleList(models), optimizers)"
             ) from error
-        if serve := getattr(manager, "serve_state", None):  # a ReplicaManager's
-            serve(state)  # outside of quorums too
-        ask_to_gather(manager, lambda: self._has_doubts)
+        manager.serve_state(state)
 
     def resume(self, inner_steps: int) -> None:
         """Continue the count of a checkpoint: inner steps of this group until then."""
@@ -254,8 +246,9 @@ class OuterLoop:
                 self.result.is_over, self.result.has_doubts
             )
             # The next attempt finds whom to leave out, also where no retry is allowed.
-            is_first_doubt = has_doubts > 0 and not self._has_doubts
-            self._has_doubts |= has_doubts > 0  # until the sync has committed
+            is_first_doubt = has_doubts > 0 and not self.manager.asks_to_gather
+            if has_doubts > 0:
+                self.manager.asks_to_gather = True  # until the sync has committed
             retries.wait()
             self.manager.start_quorum()
             if not is_first_doubt:
@@ -269,7 +262,7 @@ class OuterLoop:
             # If a peer has committed the sync, this quorum has healed this group, and the next
             # fragment is sent.
             self._attempt(role)
-        self._has_doubts = False
+        self.manager.asks_to_gather = False
         fragment.end()
         if role is Role.JOINS and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be

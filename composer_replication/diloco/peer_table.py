@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.outer_health import Vitals, beyond_all_others
@@ -21,7 +20,7 @@ from composer_replication.diloco.peer_rows import (
     read_rows,
 )
 from composer_replication.diloco.sample_ledger import SyncedSamples
-from composer_replication.diloco.torchft_api import DiLoCoManager, gathers
+from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
@@ -122,16 +121,11 @@ class PeerTable:
     def send(self) -> None:
         """Start the exchange, in a quorum. Wait for it last, so that it ends before the vote."""
         manager = self._manager
-        rank = manager.participating_rank()
-        assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         own = torch.frombuffer(bytearray(self._row.encode()), dtype=torch.uint8)
         own = own.to(self._mean.device)
         self._table = own.new_zeros(manager.num_participants(), own.numel())
-        if hasattr(manager, "all_gather"):  # no group can write into another's row
-            self._work = manager.all_gather(self._table.view(-1), own)
-        else:
-            self._table[rank] = own
-            self._work = manager.allreduce(self._table, reduce_op=ReduceOp.SUM)  # pyright: ignore
+        # Gathered and not summed: no group can write into another's row.
+        self._work = manager.all_gather(self._table.view(-1), own)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the rows, check them and the mean, and set ``result``.
@@ -163,7 +157,7 @@ class PeerTable:
         left_out: Collection[int] = ()
         doubt = ""
         # A collective of the group's ranks: all of them gather, also one that has an error.
-        if gathers(manager):
+        if manager.gathers:
             left_out = self._leave_out(sound)
             self._log_left_out(left_out, faults)
         elif doubt := self._doubt(sound, faults):
@@ -175,8 +169,7 @@ class PeerTable:
 
     @property
     def _names(self) -> list[str]:
-        # torchft's own manager has no names of the members.
-        names = getattr(self._manager, "members", ()) or range(self._manager.num_participants())
+        names = self._manager.members or range(self._manager.num_participants())
         return [str(name).partition(":")[0] for name in names]
 
     def _doubt(self, sound: Mapping[int, Vitals], faults: Mapping[int, str]) -> str:

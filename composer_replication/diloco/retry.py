@@ -11,7 +11,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.torchft_api import DiLoCoManager, fault_of_last_sync
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class SyncRetries:
         Raises:
             SyncError: More attempts have failed than this group may make.
         """
-        fault = fault_of_last_sync(self._manager)
+        fault = self._manager.fault
         if fault == "another" or (fault == "this" and not is_joining):
             self._num_unexplained = 0
             return
@@ -281,7 +281,7 @@ class StartBarrier:
         """
         failure = self._last_failure
         self._last_failure = None
-        if failure is None or fault_of_last_sync(self._manager) == "another":
+        if failure is None or self._manager.fault == "another":
             return
         self._failures += 1
         if self._failures == MAX_FAILED_JOINS:

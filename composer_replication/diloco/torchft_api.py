@@ -6,13 +6,15 @@ names that we use.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.distributed import ReduceOp
+
+if TYPE_CHECKING:
+    from composer_replication.diloco.global_state import GlobalState
 
 HEAL_STATE = "diloco"
 """Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is
@@ -20,15 +22,21 @@ the large part of what a joiner fetches, so ``replica.heal`` also serves it befo
 
 
 class DiLoCoManager(Protocol):
-    """The part of ``torchft.manager.Manager`` that DiLoCo needs.
+    """What DiLoCo needs of a manager: a part of torchft's ``Manager``, and what that lacks.
 
-    torchft's Manager lacks ``all_to_all`` and ``all_gather``; DiLoCo needs them where the wire
-    format is not float32. They handle errors as ``allreduce`` does. Their tensors are 1-D and
+    ``all_to_all`` and ``all_gather`` handle errors as ``allreduce`` does. Their tensors are 1-D and
     consist of as many equal parts as there are groups (``own`` is one part).
+
+    Attributes:
+        settings: What has to be equal in all groups, compared before they connect.
+        asks_to_gather: Whether this group asks, in its next quorum, that messages are gathered, and
+            not summed.
     """
 
     _use_async_quorum: bool
     _min_replica_size: int
+    settings: dict[str, Any]
+    asks_to_gather: bool
 
     def start_quorum(self) -> None: ...
     def current_step(self) -> int: ...
@@ -50,6 +58,94 @@ class DiLoCoManager(Protocol):
     def state_dict(self) -> dict[str, int]: ...
     def load_state_dict(self, state_dict: dict[str, int]) -> None: ...
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """``<replica_id>:<uuid>`` of the groups in the last quorum; empty if there are no names."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a group of the last quorum asks that messages are gathered; all groups agree."""
+        ...
+
+    @property
+    def fault(self) -> str | None:
+        """Which group made the last sync fail: ``this``, ``another``, or None if nobody knows."""
+        ...
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long one wait of a sync may take, in seconds: for a quorum, or for a collective."""
+        ...
+
+    def fetched_state(self) -> dict[str, Any] | None:
+        """The global state that was fetched before the first quorum; None if there is none.
+
+        It is a newer one if the others have synced since. If the donor still has that state in the
+        quorum, the heal gets this very object.
+        """
+        ...
+
+    def serve_state(self, source: GlobalState) -> None:
+        """Serve the global state outside of quorums too, so that joiners can fetch it."""
+        ...
+
+    def on_other_datasets(self) -> list[str]:
+        """The groups of the last quorum that divide other datasets, and this one; empty: none."""
+        ...
+
+
+class StockManager:
+    """Makes torchft's own Manager a ``DiLoCoManager``.
+
+    Its groups send each other no reports. So nobody compares settings, names a group at fault,
+    gathers messages, or fetches the state before the quorum.
+
+    Args:
+        stock: torchft's Manager. What this class does not have is the stock manager's.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+        self.settings: dict[str, Any] = {}
+        self.asks_to_gather = False
+        self.members = ()
+        self.gathers = False
+        self.fault = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Both timeouts: that of a quorum, and that of a collective."""
+        return (self.stock._quorum_timeout + self.stock._timeout).total_seconds()
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
+        """Gather by an allreduce, since torchft's Manager has nothing else.
+
+        A group could write into another's part.
+        """
+        rank = self.stock.participating_rank()
+        gathered.zero_()
+        gathered.view(-1, own.numel())[rank] = own
+        return self.stock.allreduce(gathered, reduce_op=ReduceOp.SUM)
+
+    def fetched_state(self) -> None:
+        """No state: joiners get theirs in the quorum."""
+
+    def serve_state(self, source: GlobalState) -> None:
+        """Serve nothing: torchft serves it in the quorum."""
+
+    def on_other_datasets(self) -> list[str]:
+        """No groups: they do not tell each other what they divide."""
+        return []
+
+
+def as_diloco_manager(manager: Any) -> DiLoCoManager:
+    """Return the manager itself, or torchft's own as a ``StockManager``."""
+    return manager if hasattr(manager, "all_gather") else cast(DiLoCoManager, StockManager(manager))
+
 
 class Then(NamedTuple):
     """A Work of a manager, and a step that follows it, before what else waits for this Work.
@@ -68,46 +164,3 @@ class Then(NamedTuple):
         has_ended = self.work.wait()
         self.step()
         return has_ended
-
-
-def fetched_state(manager: Any) -> dict[str, Any] | None:
-    """Return the global state that was fetched before the first quorum; None if there is none.
-
-    Only a ``ReplicaManager`` fetches one, and a newer one if the others have synced since. If the
-    donor still has that state in the quorum, the heal gets this very object.
-    """
-    fetched = getattr(manager, "fetched_state", None)
-    return None if fetched is None else fetched()
-
-
-def ask_to_gather(manager: Any, wants: Callable[[], bool]) -> None:
-    """Let the groups of a quorum gather their messages instead of summing them, if one asks for it.
-
-    torchft's own Manager cannot: it has no reports between the groups, and no all_gather.
-    """
-    if hasattr(manager, "wants_to_gather"):
-        manager.wants_to_gather = wants
-
-
-def gathers(manager: Any) -> bool:
-    """Whether a group of the last quorum wants the messages to be gathered; all groups agree."""
-    return getattr(manager, "gathers", False)
-
-
-def longest_wait_s(manager: Any) -> float:
-    """Return how long one wait of a sync may take, in seconds: for a quorum, or for a collective.
-
-    Unlimited with the simulated manager, whose waits have no timeouts.
-    """
-    limits = getattr(manager, "_quorum_timeout", None), getattr(manager, "_timeout", None)
-    return sum(math.inf if limit is None else limit.total_seconds() for limit in limits)
-
-
-def fault_of_last_sync(manager: Any) -> str | None:
-    """Return which group made the last sync fail: ``this`` one, or ``another`` one.
-
-    With a ``ReplicaManager`` the members report failures to each other, and the next quorum has the
-    answer. None if no group can be named: torchft's own Manager, the simulated one and that of a
-    group that trains alone have no such reports.
-    """
-    return getattr(manager, "fault", None)

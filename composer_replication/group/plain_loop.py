@@ -132,7 +132,7 @@ class DiLoCo(algorithm.DiLoCo):
             if not is_resumed and self._start_refusal is None:
                 self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
             super().__enter__()
-        reports.joined(self, self._manager, is_resumed)
+        reports.joined(self, self._outer.manager, is_resumed)
         self._report("training")
         return self
 
@@ -165,6 +165,6 @@ class DiLoCo(algorithm.DiLoCo):
         syncs = self._outer.reports[self._num_reported :]
         self._num_reported += len(syncs)
         if syncs:
-            self._reports.synced(syncs, self._manager)
+            self._reports.synced(syncs, self._outer.manager)
         if syncs or self._reports.is_due(phase):
             self._reports.position(phase, self)

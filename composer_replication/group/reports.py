@@ -16,6 +16,7 @@ from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.fence import fence
 from composer_replication.diloco.fragments import persistent_buffers
 from composer_replication.diloco.global_state import digest_of
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import (
     RESUME,
@@ -90,7 +91,7 @@ class Reports:
             self.folder.append(WARNING, {"warning": text})
 
     @fence("the start of this group")
-    def joined(self, diloco: DiLoCo, manager: Any, is_resumed: bool) -> None:
+    def joined(self, diloco: DiLoCo, manager: DiLoCoManager, is_resumed: bool) -> None:
         """Report that the group has joined the others, or begins with them, and who they are.
 
         If it resumes, also where, and how many steps of its earlier process are repeated.
@@ -140,7 +141,7 @@ class Reports:
 
     # ---- it syncs ---------------------------------------------------------------------------
 
-    def synced(self, reports: Sequence[SyncReport], manager: Any) -> None:
+    def synced(self, reports: Sequence[SyncReport], manager: DiLoCoManager | None) -> None:
         """Report committed syncs, at least one, and which groups have come and left since.
 
         Args:
@@ -187,12 +188,12 @@ class Reports:
         self.folder.append(WARNING, {"warning": warning})
 
     @fence("what they divide")
-    def _report_data(self, manager: Any) -> None:
-        if odd := on_other_datasets(manager):
+    def _report_data(self, manager: DiLoCoManager) -> None:
+        if odd := manager.on_other_datasets():
             self.warn(on_other_data(odd))
 
     @fence("who takes part")
-    def _report_members(self, report: SyncReport, manager: Any) -> None:
+    def _report_members(self, report: SyncReport, manager: DiLoCoManager) -> None:
         self._num_groups = report.num_participants
         before, self._members = self._members, members_of(manager)
         if before != self._members:
@@ -330,25 +331,14 @@ def numbers_of(report: SyncReport) -> dict[str, Any]:
     return {f"diloco/{name}": +value for name, value in values.items() if value is not None}
 
 
-def members_of(manager: Any) -> dict[str, str]:
+def members_of(manager: DiLoCoManager) -> dict[str, str]:
     """The groups of the last quorum by name, each with the uuid of its current process.
 
     Args:
         manager: This group's manager. A group whose manager has no ``members`` trains alone.
     """
-    names = (name.partition(":") for name in getattr(manager, "members", ()))
+    names = (name.partition(":") for name in manager.members)
     return {name: life for name, _, life in sorted(names)}
-
-
-def on_other_datasets(manager: Any) -> list[str]:
-    """The groups of the last quorum that divide other datasets, and this one; empty if none do."""
-    if not hasattr(manager, "member"):
-        return []
-    member = manager.member
-    own, data = {*member.own.data}, {n: {*each.data} for n, each in member.reports.items()}
-    # A group may have divided one more, as where a part of a notebook has run again.
-    odd = {name for name, its in data.items() if not (its <= own or its >= own)}
-    return [name.partition(":")[0] for name in sorted(odd | {member.name})] if odd else []
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:

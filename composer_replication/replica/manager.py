@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -103,7 +103,7 @@ class ReplicaManager(InterruptibleManager):
         connection: How often the members of a quorum have connected so far.
         member: This group as a member of quorums.
         settings: What has to be equal in all groups; DiLoCo adds the settings and the model.
-        wants_to_gather: Says whether this group asks that messages are gathered, and not summed.
+        asks_to_gather: Whether this group asks that messages are gathered, and not summed.
 
     Raises:
         ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
@@ -134,7 +134,7 @@ class ReplicaManager(InterruptibleManager):
         self._server = server
         self._is_shut_down = False
         self.connection = 0
-        self.wants_to_gather: Callable[[], bool] = lambda: False
+        self.asks_to_gather = False
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
         self.member = QuorumMember(
@@ -169,6 +169,20 @@ class ReplicaManager(InterruptibleManager):
         """The lighthouse's names of the groups in the last quorum: ``<replica_id>:<uuid>``."""
         return tuple(self.member.reports)
 
+    @property
+    def longest_wait_s(self) -> float:
+        """How long one wait of a sync may take, in seconds: for a quorum, or for a collective."""
+        return (self._quorum_timeout + self._timeout).total_seconds()
+
+    def on_other_datasets(self) -> list[str]:
+        """The groups of the last quorum that divide other datasets, and this one; empty: none."""
+        own = {*self.member.own.data}
+        data = {name: {*report.data} for name, report in self.member.reports.items()}
+        # A group may have divided one more, as where a part of a notebook has run again.
+        odd = {name for name, its in data.items() if not (its <= own or its >= own)}
+        names = sorted(odd | {self.member.name}) if odd else []
+        return [name.partition(":")[0] for name in names]
+
     def serve_state(self, source: GlobalState) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
 
@@ -201,7 +215,7 @@ class ReplicaManager(InterruptibleManager):
         if error := self.errored():
             member.own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
-        member.own.gathers = self.wants_to_gather()
+        member.own.gathers = self.asks_to_gather
         self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
         while True:
             try:

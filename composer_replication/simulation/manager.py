@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +62,14 @@ class SimulatedManager:
         self._has_failed = False
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-        self.wants_to_gather: Callable[[], bool] = lambda: False
+        self.asks_to_gather = False
         """Whether this replica asks that messages are gathered, and not summed."""
         self.settings: dict[str, Any] = {}
         """All that has to be equal in all replicas; DiLoCo sets it."""
+        self.fault = None
+        """Nobody says which replica made the last sync fail."""
+        self.longest_wait_s = math.inf
+        """Waits have no timeouts here."""
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
@@ -94,7 +99,7 @@ class SimulatedManager:
         """
         has_failed = self._has_failed or self._error is not None
         request = Request(
-            self._step, has_failed, self._user_state_dict, self.wants_to_gather(), self.settings
+            self._step, has_failed, self._user_state_dict, self.asks_to_gather, self.settings
         )
         before, self._error, self._has_failed = self.connection, None, False
         self._quorum = quorum = self._join_quorum(request)
@@ -289,6 +294,16 @@ class SimulatedManager:
         """Restore the step counters from a checkpoint."""
         self._step = state_dict["step"]
         self._batches_committed = state_dict["batches_committed"]
+
+    def fetched_state(self) -> None:
+        """No state: a replica heals in the quorum, and its peers wait for nothing then."""
+
+    def serve_state(self, source: object) -> None:
+        """Serve nothing, for the reason given at ``fetched_state``."""
+
+    def on_other_datasets(self) -> list[str]:
+        """No replicas: they do not tell each other what they divide."""
+        return []
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the simulation, so that the peers' next quorum does not wait for this replica."""

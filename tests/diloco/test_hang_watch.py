@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from composer_replication.diloco.torchft_api import longest_wait_s
+from composer_replication.diloco.torchft_api import StockManager
+from composer_replication.replica.factory import SingleGroupManager
 
 # Of half a second: when others have the processor, a busy process is taken for an idle one.
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -78,8 +79,8 @@ def test_no_hang_is(training):
 
 def test_a_wait_of_a_sync_is_as_long_as_the_managers_timeouts():
     seconds = {"_quorum_timeout": timedelta(seconds=30), "_timeout": timedelta(seconds=5)}
-    assert longest_wait_s(SimpleNamespace(**seconds)) == 35.0
-    assert longest_wait_s(SimpleNamespace()) == math.inf
+    assert StockManager(SimpleNamespace(**seconds)).longest_wait_s == 35.0
+    assert SingleGroupManager().longest_wait_s == math.inf
 
 
 def test_a_process_that_was_stopped_for_long_has_not_hung():
