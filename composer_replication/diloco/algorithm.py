@@ -1,4 +1,4 @@
-"""DiLoCo with fp32 global parameters and retries, on torchft's schedule and commit votes."""
+"""DiLoCo with fp32 global parameters and retries, on torchft's quorums and commit votes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torchft.local_sgd
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
@@ -59,11 +60,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     DiLoCo: arXiv 2311.08105, alg. 1. Streaming: arXiv 2501.18512, alg. 2, where the fragments take
     turns within a round and steps 4 and 5 come ``fragment_sync_delay`` inner steps after steps 2
-    and 3. torchft decides when each step runs, and on which stream (``torchft/local_sgd.py``,
-    ``_step_post_hook``). Steps 2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until
-    they commit. They add what torchft lacks: global parameters in fp32 that the outer optimizer
-    owns, weights in the mean, a join before training, a retry that loses no inner step (ADR-005,
-    ADR-006, ADR-008).
+    and 3. Steps 2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until they commit.
+
+    It is a torchft ``DiLoCo`` to whoever asks, has the same schedule (``torchft/local_sgd.py``,
+    ``_step_post_hook``), and uses none of its code. It adds what that lacks: global parameters in
+    fp32 that the outer optimizer owns, weights in the mean, a join before training, a retry that
+    loses no inner step (ADR-005, ADR-006, ADR-008).
 
     Use it as a context manager around training. Entering it joins the other groups, and blocks
     until they are connected. Leaving it removes the hooks from the inner optimizer.
@@ -121,6 +123,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         if settings.overlap_warning:
             warnings.warn(settings.overlap_warning, stacklevel=3)
         manager = as_diloco_manager(manager)
+        if manager._use_async_quorum:
+            raise ValueError(
+                "the manager has use_async_quorum=True, and a sync needs the quorum's answer before"
+                " it sends: make it with use_async_quorum=False, or with make_manager"
+            )
         check_can_quantize(manager, settings.wire_format)
         if isinstance(model_fragments, nn.Module):
             model_fragments, ranks_of_ddp = own_model(model_fragments)
@@ -133,15 +140,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self.settings = settings
         self.options = options
         self._start_refusal = start_refusal
-        super().__init__(
-            cast(Manager, manager),
-            [nn.Module() for _ in owned],  # torchft's fragments stay empty; ours replace them
-            self._inner_optimizers[0],
-            [global_parameters.optimizer for global_parameters in owned],
-            settings.sync_every,
-            fragment_sync_delay=settings.fragment_sync_delay,
-            fragment_update_alpha=settings.fragment_update_alpha,
-        )
+        # Without ``super().__init__``: what torchft's would build, the outer loop has.
+        self._manager = cast(Manager, manager)
+        self._local_optimizer = self._inner_optimizers[0]
+        self._hooks: list[RemovableHandle] = []
         synced = [global_parameters.local_tensors for global_parameters in owned]
         self._watched = WatchedModel(model_fragments, synced)
         fingerprint = settings.fingerprint() | {
@@ -160,7 +162,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             self._inner_optimizers,
             self.hang_watch,
         )
-        self._fragments = cast(Any, [self._outer])  # it syncs the fragment whose turn it is
+        self._steps_left = self._outer.steps_before_sync
+        """Inner steps until the next outer step."""
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
@@ -171,12 +174,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._seen = Tensor()
         """Some of the weights, as they were at the last of these comparisons."""
 
-    # ---- torchft's schedule, and then the retry ----------------------------------------------
+    # ---- the schedule -----------------------------------------------------------------------
 
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
             self._backwards = -math.inf  # those of LBFGS and SAM within a step do not count
-            super()._step_pre_hook(*step)
+            self._manager.disallow_state_dict_read()  # a donor sends no half step
 
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
@@ -187,34 +190,36 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._others_have_stepped = False
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
-            # torch's GradScaler lets a fused optimizer's step run, and do nothing. torchft's
-            # pre-hook has locked the state, and its post-hook, which unlocks it, is not called.
+            # torch's GradScaler lets a fused optimizer's step run, and do nothing.
             self._manager.allow_state_dict_read()
             return
         self._watched.check_none_thawed(*self._inner_optimizers)
         self._watched.put_buffers_back()
         self._outer.count_inner_step(samples)
-        counted = self._local_step
+        self._manager.allow_state_dict_read()
+        self._steps_left -= 1
         with self._outer.clock.blocking():
-            if counted + 1 == self._sync_every and self._outer.is_unsent:
-                # torchft's hook sends at one fixed inner step. After a resume past it we send here.
-                self._manager.allow_state_dict_read()
+            # After a resume that comes too late to send in time, it is sent when it is due.
+            is_late = self._steps_left == 0 and self._outer.is_unsent
+            if self._steps_left == self.settings.fragment_sync_delay or is_late:
                 self._outer.send()
-            super()._step_post_hook(*step)
-            if self._local_step <= counted:  # back at 0: torchft has performed a sync
-                self._outer.finish_sync()
-                self._follow_schedule()
+            if self._steps_left == 0:
+                self._outer.land()
+                self._begin_turn()
 
     def _note_other_step(self, *step: Any) -> None:
         if self.counts_steps:
             self._others_have_stepped = True
             self._backwards = 0
 
-    def _current_fragment(self) -> int:
-        return 0
+    def _begin_turn(self, late_by: int = 0) -> None:
+        """Set the inner steps until the next outer step by the schedule, and by this group's pace.
 
-    def _register_state_dict_fn(self) -> None:
-        """torchft's own heal state is not used; the outer loop registers ours."""
+
+        Args:
+            late_by: How many inner steps after the others this group begins.
+        """
+        self._steps_left = self._outer.steps_before_sync + late_by
 
     # ---- weights that change without inner steps --------------------------------------------
 
@@ -262,7 +267,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         except BaseException:
             self.hang_watch.stop()
             raise
-        super().__enter__()
+        self._hooks += [
+            self._local_optimizer.register_step_pre_hook(self._step_pre_hook),
+            self._local_optimizer.register_step_post_hook(self._step_post_hook),
+        ]
         for other in self._inner_optimizers[1:]:
             self._hooks.append(other.register_step_post_hook(self._note_other_step))
         local = (t for each in self._outer.fragments for t in each.globals.local.values())
@@ -274,18 +282,21 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _join(self) -> None:
         with self._outer.clock.blocking():
             self.has_joined_others = join(self._outer, self.options, self._start_refusal)
-            self._follow_schedule()
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
                 # time in all groups.
-                self._local_step = -self.settings.fragment_sync_delay
+                self._begin_turn(late_by=self.settings.fragment_sync_delay)
             elif self._outer.has_healed:
-                self._local_step = 0  # all are resuming, and this group's checkpoint was older
+                self._begin_turn()  # all are resuming, and this group's checkpoint was older
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
+        del raised
         self.hang_watch.stop()
-        return super().__exit__(*raised)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        return False
 
     def sync_idle(self) -> None:
         """Take part in the others' next sync, while there are no samples to train on.
@@ -295,8 +306,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._check_counted()
         self._outer.sync_idle()
-        self._follow_schedule()
-        self._local_step = -self.settings.fragment_sync_delay
+        self._begin_turn(late_by=self.settings.fragment_sync_delay)
 
     def final_sync(self) -> None:
         """Synchronise the inner steps since the last syncs, and end on the global parameters.
@@ -317,7 +327,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 raise self._uncounted()
             self._outer.count_other_steps()
         self._outer.finish()
-        self._local_step = 0
+        self._begin_turn()
 
     # ---- what the training loop reports -----------------------------------------------------
 
@@ -385,10 +395,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         check_keeps_all_steps(self.settings)
         self._state.ledger.read_from(stream)
 
-    def _follow_schedule(self) -> None:
-        """Set the inner steps until the next sync by the schedule, and by this group's pace."""
-        self._sync_every = self._outer.steps_before_sync
-
     # ---- what others read -------------------------------------------------------------------
 
     def pop_finished_syncs(self) -> list[SyncReport]:
@@ -453,7 +459,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, write the state before the next
                 inner step; that saves host memory of twice the model's size.
         """
-        return saved_state(self._outer, copies=copies) | {"local_step": self._local_step}
+        since_sync = self._outer.steps_before_sync - self._steps_left
+        return saved_state(self._outer, copies=copies) | {"local_step": since_sync}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. The model's parameters are loaded elsewhere.
@@ -466,11 +473,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         load_saved_state(state_dict, self._outer)
-        self._follow_schedule()
-        self._local_step = state_dict["local_step"]
+        self._steps_left = self._outer.steps_before_sync - state_dict["local_step"]
         # Under other settings than the checkpoint's, the schedule may not be between a sync's
         # quorum and its vote: the pseudo-gradient is then computed again.
-        before_prepare = self._sync_every - self._fragment_sync_delay - 1
-        is_due = before_prepare < self._local_step < self._sync_every
+        delay = self.settings.fragment_sync_delay
+        is_due = 0 < self._steps_left <= delay
         if not load_in_flight(state_dict["in_flight"] if is_due else None, self._outer):
-            self._local_step = min(self._local_step, before_prepare)
+            self._steps_left = max(self._steps_left, delay + 1)

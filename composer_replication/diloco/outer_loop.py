@@ -39,8 +39,8 @@ class Role(Enum):
 class OuterLoop:
     """Runs the syncs of all fragments, one at a time.
 
-    torchft's hook (``local_sgd.py``, ``_step_post_hook``) calls ``prepare_sync`` and
-    ``perform_sync`` on this object as if it were a fragment.
+    ``send`` begins a sync of the schedule, and ``land`` ends it. The other syncs have no inner
+    steps in between: those of a join, of a group without samples, and of the end.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -133,16 +133,15 @@ class OuterLoop:
             if not fragment.unsynced.has_more:
                 fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
-    def prepare_sync(self, role: Role | None = None) -> None:
+    def prepare_sync(self, role: Role) -> None:
         """Send the next fragment, in a quorum. It waits for the ranks of this group only.
 
         The outer step decides which fragment is next, and not the manager's step as in torchft: a
         join commits, but is no outer step.
 
         Args:
-            role: This group's. None: that of a sync of the schedule.
+            role: This group's.
         """
-        role = role or self.role
         self.clock.quorum_formed()
         try:
             is_settled = self.settle()
@@ -188,7 +187,7 @@ class OuterLoop:
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
         fragment = self.in_flight
-        assert fragment is not None, "torchft performs what it has prepared"
+        assert fragment is not None, "it was prepared"
         try:
             committed = fragment.perform_sync()
         except BaseException as error:
@@ -204,9 +203,14 @@ class OuterLoop:
         self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     def send(self) -> None:
-        """Ask for a quorum, and send the next fragment."""
+        """Ask for a quorum, and send the next fragment, as the schedule says."""
         self.manager.start_quorum()
-        self.prepare_sync()
+        self.prepare_sync(self.role)
+
+    def land(self) -> None:
+        """End the sync that ``send`` has begun."""
+        self.perform_sync()
+        self.finish_sync(self.role)
 
     def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
@@ -224,16 +228,15 @@ class OuterLoop:
         self.prepare_sync(role)
         self.perform_sync()
 
-    def finish_sync(self, role: Role | None = None) -> None:
+    def finish_sync(self, role: Role) -> None:
         """Retry the sync until it commits, then report it.
 
         Args:
-            role: This group's. None: that of a sync of the schedule.
+            role: This group's.
 
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        role = role or self.role
         retries = SyncRetries(
             self.manager,
             self.state,
@@ -446,7 +449,7 @@ class OuterLoop:
         Groups that have ended take part in the syncs of those that still train, and contribute
         nothing.
         """
-        self._land()
+        self._land_early()
         while not (self.result.is_over and self.inner_steps == self._synced_at):
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
@@ -463,17 +466,16 @@ class OuterLoop:
         It is for a group that has no samples at the moment and may get some. Without it the others
         could end the run, or this group would fall behind and be healed.
         """
-        self._land()
+        self._land_early()
         self.sync(Role.IDLES)
 
-    def _land(self) -> None:
-        """Finish the sync in flight, if there is one. A sync from a checkpoint is sent first."""
+    def _land_early(self) -> None:
+        """End the sync in flight, if there is one. A sync from a checkpoint is sent first."""
         if self.in_flight is not None:
             with self.clock.blocking():
                 if self.is_unsent:
                     self.send()
-                self.perform_sync()
-                self.finish_sync()
+                self.land()
 
     @property
     def is_unsent(self) -> bool:

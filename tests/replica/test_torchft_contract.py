@@ -36,12 +36,9 @@ from composer_replication.replica.manager import ReplicaManager
 from composer_replication.simulation.simulation import simulate
 
 PACKAGE = Path(__file__).parents[2] / "composer_replication"
-FRAGMENT = torchft.local_sgd._StreamingDiLoCoFragment
 
 PRIVATE_NAMES = {
-    "torchft.local_sgd.DiLoCo": "_manager _fragments _fragment_sync_delay _local_optimizer "
-    "_local_step _sync_every _register_state_dict_fn _current_fragment _step_pre_hook "
-    "_step_post_hook _hooks",
+    "torchft.local_sgd.DiLoCo": "_manager _local_optimizer _hooks _step_pre_hook _step_post_hook",
     "torchft.process_group.ProcessGroupGloo": "_pg _rendezvous_store _create_pg _timeout",
     "torchft.manager.Manager": "_use_async_quorum _min_replica_size _pg _checkpoint_transport "
     "_client _commit_failures _connect_timeout _executor _group_rank _group_world_size _init_sync "
@@ -102,11 +99,6 @@ def parameters_of(function):
 
 
 def test_constructors_take_what_we_pass():
-    assert parameters_of(torchft.local_sgd.DiLoCo.__init__)[:6] == [
-        "self", "manager", "model_fragments", "inner_optimizer", "outer_optimizer", "sync_every",
-    ]  # fmt: skip
-    optional = {"fragment_sync_delay", "fragment_update_alpha"}
-    assert optional <= set(parameters_of(torchft.local_sgd.DiLoCo.__init__))
     tree = ast.parse((PACKAGE / "replica" / "factory.py").read_text())
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
     [manager] = [call for call in calls if getattr(call.func, "id", "") == "ReplicaManager"]
@@ -214,13 +206,6 @@ def test_a_quorum_has_what_we_read_and_copy_of_it():
     assert fields | {"max_step", "heal"} <= set(dir(torchft._torchft.QuorumResult))
 
 
-def test_the_schedule_still_asks_for_the_quorum_before_it_picks_the_fragment():
-    # A heal in that quorum may move this group on to another fragment.
-    hook = inspect.getsource(torchft.local_sgd.DiLoCo._step_post_hook)
-    prepare = hook[hook.index("self._sync_every - self._fragment_sync_delay") :]
-    assert prepare.index("start_quorum") < prepare.index("_current_fragment")
-
-
 def test_stock_torchfts_pseudo_gradient_still_has_our_sign():
     # Stock torchft, one replica, outer SGD with lr 1: the global parameter lands where training
     # went. If this fails, torchft has turned the sign and everybody's checkpoints with it.
@@ -243,16 +228,6 @@ def test_stock_gloo_still_needs_the_option_that_torch_2_7_lacks():
     assert "options.global_ranks_in_group" in inspect.getsource(ProcessGroupGloo._create_pg)
     lacks = not hasattr(torch.distributed.ProcessGroupGloo._Options, "global_ranks_in_group")
     assert lacks == (torch.__version__ < "2.8")
-
-
-def test_with_an_empty_module_torchfts_fragment_backs_up_nothing():
-    def replica(sim):
-        parameters = [nn.Parameter(torch.zeros(1))]
-        optimizer = torch.optim.SGD(parameters, lr=1.0)
-        return FRAGMENT(sim.manager, nn.Module(), 0, 1, optimizer, optimizer, 1)
-
-    (fragment,) = simulate(replica, num_replicas=1)
-    assert fragment.original_parameters == {}
 
 
 @pytest.mark.integration
