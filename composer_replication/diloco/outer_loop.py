@@ -267,19 +267,19 @@ class OuterLoop:
             self._attempt(role)
         self.manager.asks_to_gather = False
         fragment.end()
+        self.set_torchft_step()
         if role is Role.JOINS and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
             fragment.abandon()
             fragment.restore(fragment.unsynced.unsent)
-            self.set_torchft_step()
             self.clock.read()
             self._synced_at = self.inner_steps
         else:
             self._account(fragment, role, retries.count)
 
     def set_torchft_step(self) -> None:
-        """Set torchft's step to that of the next sync, after a commit that was no outer step.
+        """Set torchft's step to that of the next sync. After an outer step it is that already.
 
         torchft counts commits, and the groups with the highest count heal the others. A join, a
         start and an end also commit. Without this call, groups that wait for others to resume would
@@ -291,8 +291,6 @@ class OuterLoop:
 
     def _account(self, fragment: FragmentSync, role: Role, retries: int) -> None:
         moved = fragment.total_contribution > 0
-        if not moved:
-            self.set_torchft_step()
         if fragment.mean.is_finite and not fragment.mean.is_left_out:
             fragment.discard_synced_steps()
             fragment.sick_in_a_row = 0
