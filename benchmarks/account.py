@@ -11,7 +11,7 @@ from group_time import PARTS, GroupTime, Window, account
 
 from composer_replication.group.run_folder import START, STATUS, log_path
 from composer_replication.launch.run_record import Run
-from composer_replication.replica.json_files import read_json
+from composer_replication.util.json_files import read_json
 
 CHAOS = "chaos.json"
 """What `make chaos` writes into a run's folder."""

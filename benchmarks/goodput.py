@@ -31,7 +31,7 @@ from rich.table import Table
 from composer_replication.config_file import read_value
 from composer_replication.group.run_folder import CONFIG
 from composer_replication.launch.run_record import Run, open_run
-from composer_replication.replica.json_files import read_json
+from composer_replication.util.json_files import read_json
 
 YEAR_S = 365.25 * 86_400
 MODELLED = ("kill", "first_round", "end")

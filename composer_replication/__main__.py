@@ -2,7 +2,7 @@
 
 import sys
 
-from composer_replication import MissingExtraError, named_extra
+from composer_replication.util.lazy import MissingExtraError, named_extra
 
 
 def main() -> None:

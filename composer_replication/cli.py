@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from composer_replication import __version__, named_extra
+from composer_replication import __version__
 from composer_replication.config_file import (
     ConfigError,
     diloco_section,
@@ -60,6 +60,7 @@ from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.settings import DEFAULTS, DiLoCoSettings
 from composer_replication.training import load_config, simulate_replicas
 from composer_replication.training import train as train_group
+from composer_replication.util.lazy import named_extra
 
 app = typer.Typer(
     help="DiLoCo for MosaicML Composer and Hugging Face's Trainer: several replica groups train "

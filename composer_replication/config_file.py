@@ -18,8 +18,8 @@ from yaml import YAMLError  # omegaconf's own parser
 
 from composer_replication.arguments import among, closest
 from composer_replication.options import OptionKeywords, ReplicaOptions
-from composer_replication.replica.json_files import naming
 from composer_replication.settings import DiLoCoSettings, SettingKeywords
+from composer_replication.util.json_files import naming
 
 TARGET = "_target_"
 SECTION = "callbacks.diloco"

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from composer_replication import named_extra
+from composer_replication.util.lazy import named_extra
 
 try:
     from transformers import (  # pyright: ignore[reportMissingImports] # only here is it needed
@@ -30,8 +30,8 @@ from composer_replication.group.host import GroupKeywords, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
 from composer_replication.hf_job import TrainerJob, check_parallelism
-from composer_replication.replica.json_files import replace_file
 from composer_replication.replica.ranks import ask_on_rank_0
+from composer_replication.util.json_files import replace_file
 
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 

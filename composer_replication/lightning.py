@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from composer_replication import named_extra
+from composer_replication.util.lazy import named_extra
 
 try:
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports] # an extra
@@ -23,11 +23,11 @@ except ModuleNotFoundError as error:
 from composer_replication.arguments import shows
 from composer_replication.data.sample_stream import replica_shard
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.fence import fence
 from composer_replication.group.host import GroupKeywords, Host
 from composer_replication.group.losses import Losses
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.group.reports import rejections
+from composer_replication.util.fence import fence
 
 __all__ = ["DiLoCoLightningCallback", "replica_shard"]
 

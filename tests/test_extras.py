@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from composer_replication import EXTRA_OF, named_extra
+from composer_replication.util.lazy import EXTRA_OF, named_extra
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -6,7 +6,7 @@ Composer's events in their order. This package may import ``group`` and what tha
 
 from typing import TYPE_CHECKING
 
-from composer_replication import lazily
+from composer_replication.util.lazy import lazily
 
 if TYPE_CHECKING:
     from composer_replication.callback.callback import DiLoCoCallback

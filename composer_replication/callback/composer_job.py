@@ -28,10 +28,10 @@ from composer_replication.callback.checkpoint_savers import (
 from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.diloco.fence import fence
 from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.replica.ranks import ask_on_rank_0
+from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from types import FrameType
 from composer import Trainer
 from composer.utils import dist
 
-from composer_replication.diloco.fence import fence
 from composer_replication.diloco.hang_watch import end_process
 from composer_replication.group.call_watch import POLL_S, caller, is_running
+from composer_replication.util.fence import fence
 
 GRACE_S = 10.0
 """How long a rank may wait in that barrier, in seconds: other ranks may still close their

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from composer_replication.coordinator.events import Events
-from composer_replication.replica.connections import RateLimitedCount
+from composer_replication.util.connections import RateLimitedCount
 
 MAX_BODY = 32 * 2**20
 """Largest body in bytes. The registration of a model with 2,000 tensors has 0.2 MB."""

@@ -26,8 +26,8 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
-from composer_replication.replica.connections import RateLimitedCount
-from composer_replication.replica.json_files import finite
+from composer_replication.util.connections import RateLimitedCount
+from composer_replication.util.json_files import finite
 
 log = logging.getLogger(__name__)
 

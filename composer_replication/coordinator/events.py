@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError, StorageError
-from composer_replication.coordinator.page import Curve, agreement_of
+from composer_replication.coordinator.page import agreement_of
+from composer_replication.util.curve import Curve
 
 log = logging.getLogger(__name__)
 

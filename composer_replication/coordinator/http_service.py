@@ -11,7 +11,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from composer_replication.replica.connections import Strangers
+from composer_replication.util.connections import Strangers
 
 BACKLOG = 4096
 """Connections that may wait to be accepted."""

@@ -22,11 +22,11 @@ from composer_replication.coordinator.client import (
     RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.wire_types import CommitReport, RunInfo
-from composer_replication.diloco.fence import fence
 from composer_replication.diloco.fragments import described_tensors, model_fingerprint
 from composer_replication.options import ReplicaEnv, ReplicaOptions, replica_id_of
-from composer_replication.replica.json_files import finite
 from composer_replication.replica.ranks import ask_on_rank_0
+from composer_replication.util.fence import fence
+from composer_replication.util.json_files import finite
 
 log = logging.getLogger(__name__)
 

@@ -23,16 +23,16 @@ from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import RunInfo, digests_of
-from composer_replication.diloco.fence import fence
 from composer_replication.replica.addresses import bracketed, is_loopback
-from composer_replication.replica.connections import raise_file_limit
-from composer_replication.replica.json_files import open_lock, replace_json
 from composer_replication.replica.lighthouse import (
     STRAGGLER_TIMEOUT_S,
     LastingServer,
     start_lighthouse,
 )
 from composer_replication.settings import DiLoCoSettings, differing
+from composer_replication.util.connections import raise_file_limit
+from composer_replication.util.fence import fence
+from composer_replication.util.json_files import open_lock, replace_json
 
 STATE = "coordinator.sqlite"
 """Name of the database in the state folder."""

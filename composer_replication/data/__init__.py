@@ -6,7 +6,7 @@ import the coordinator's client, ``replica`` and ``diloco``.
 
 from typing import TYPE_CHECKING
 
-from composer_replication import lazily
+from composer_replication.util.lazy import lazily
 
 if TYPE_CHECKING:
     from composer_replication.data.loader import ReplicaDataLoader

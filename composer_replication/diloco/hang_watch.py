@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
-from composer_replication.diloco.fence import fence
+from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 

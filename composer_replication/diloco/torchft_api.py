@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.distributed import ReduceOp
-
-if TYPE_CHECKING:
-    from composer_replication.diloco.global_state import GlobalState
 
 HEAL_STATE = "diloco"
 """Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is
@@ -86,7 +83,7 @@ class DiLoCoManager(Protocol):
         """
         ...
 
-    def serve_state(self, source: GlobalState) -> None:
+    def serve_state(self, source: Any) -> None:
         """Serve the global state outside of quorums too, so that joiners can fetch it."""
         ...
 
@@ -134,7 +131,7 @@ class StockManager:
     def fetched_state(self) -> None:
         """No state: joiners get theirs in the quorum."""
 
-    def serve_state(self, source: GlobalState) -> None:
+    def serve_state(self, source: Any) -> None:
         """Serve nothing: torchft serves it in the quorum."""
 
     def on_other_datasets(self) -> list[str]:

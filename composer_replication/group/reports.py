@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
-from composer_replication.diloco.fence import fence
 from composer_replication.diloco.fragments import persistent_buffers
 from composer_replication.diloco.global_state import digest_of
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -35,6 +34,7 @@ from composer_replication.group.words import (
 from composer_replication.options import DuplicateIdError, ReplicaOptions
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
+from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 

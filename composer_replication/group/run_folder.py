@@ -12,8 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from composer_replication.diloco.fence import fence
-from composer_replication.replica.json_files import (
+from composer_replication.util.fence import fence
+from composer_replication.util.json_files import (
     JsonLineWriter,
     hold_lock,
     read_json,

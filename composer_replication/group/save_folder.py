@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from composer_replication.options import DuplicateIdError
-from composer_replication.replica.json_files import open_lock
+from composer_replication.util.json_files import open_lock
 
 LOCK = "_replica_group.lock"
 """The lock's file. Hugging Face's Trainer uploads no file whose name begins with ``_``."""

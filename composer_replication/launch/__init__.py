@@ -6,7 +6,7 @@ packages below them, and the plan. ``doctor`` looks for what is wrong before a r
 
 from typing import TYPE_CHECKING
 
-from composer_replication import lazily
+from composer_replication.util.lazy import lazily
 
 if TYPE_CHECKING:
     from composer_replication.launch.launcher import launch_groups

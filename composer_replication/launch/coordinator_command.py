@@ -17,12 +17,12 @@ from rich.console import Console
 from composer_replication.config_file import ConfigError, diloco_section, load_settings, read_diloco
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
-from composer_replication.diloco.fence import fence
 from composer_replication.launch.commands import OptionalCount, Set
 from composer_replication.launch.processes import POLL_S, Interrupts
 from composer_replication.options import TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback
-from composer_replication.replica.json_files import read_json
+from composer_replication.util.fence import fence
+from composer_replication.util.json_files import read_json
 
 log = logging.getLogger(__name__)
 

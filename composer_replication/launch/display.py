@@ -20,11 +20,11 @@ from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.diloco.fence import fence
 from composer_replication.group.run_folder import OUTER_STEP
 from composer_replication.group.words import format_duration, format_roughly, listed_groups, plural
 from composer_replication.launch.group import RESTARTING, TRAINING, Group
 from composer_replication.launch.run_record import Run
+from composer_replication.util.fence import fence
 
 TABLE_EVERY_S = 0.3
 LOOK_EVERY_S = 1.0

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from composer_replication.coordinator.page import Curve
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import EVENTS, OUTER_STEP, REJECTED, STATUS, SYNC
 from composer_replication.group.words import (
@@ -18,7 +17,8 @@ from composer_replication.group.words import (
     plural,
     why_nothing_was_learned,
 )
-from composer_replication.replica.json_files import JsonLineReader, read_json, replace_json
+from composer_replication.util.curve import Curve
+from composer_replication.util.json_files import JsonLineReader, read_json, replace_json
 
 MAX_DIGESTS = 1000
 """Digests of a group that are kept, for comparison with those of slower groups."""

@@ -21,7 +21,6 @@ from composer_replication.coordinator.page import (
     with_record,
     write_report_html,
 )
-from composer_replication.diloco.fence import fence
 from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.group.run_folder import (
     CONFIG,
@@ -56,7 +55,8 @@ from composer_replication.launch.supervision import (
     Supervisor,
     describe_end,
 )
-from composer_replication.replica.json_files import finite, read_json
+from composer_replication.util.fence import fence
+from composer_replication.util.json_files import finite, read_json
 
 
 def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from composer_replication import MissingExtraError
 from composer_replication.config_file import ConfigError
 from composer_replication.settings import SettingsMismatch
+from composer_replication.util.lazy import MissingExtraError
 
 FAILED = 1
 

@@ -16,8 +16,8 @@ from composer_replication.coordinator.page import PAGE_DATA, agreement_of
 from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, START, SUMMARY
 from composer_replication.group.words import format_bytes, listed_groups, plural
 from composer_replication.launch.group import Group
-from composer_replication.replica.json_files import finite, read_json, replace_json
 from composer_replication.settings import DiLoCoSettings
+from composer_replication.util.json_files import finite, read_json, replace_json
 
 
 class Run:

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_replication.diloco.fence import fence
 from composer_replication.group.run_folder import REJECTED, START
 from composer_replication.group.words import plural
 from composer_replication.launch.group import (
@@ -27,6 +26,7 @@ from composer_replication.launch.group import (
 from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, ReplicaGroups, ReplicaId
 from composer_replication.launch.run_record import Run
+from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 

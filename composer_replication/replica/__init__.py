@@ -7,7 +7,7 @@ else here. This package may import ``diloco`` and ``simulation``, and not Compos
 
 from typing import TYPE_CHECKING
 
-from composer_replication import lazily
+from composer_replication.util.lazy import lazily
 
 if TYPE_CHECKING:
     from composer_replication.replica.factory import backend_for, make_manager

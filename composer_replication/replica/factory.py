@@ -38,7 +38,6 @@ from composer_replication.replica.addresses import (
     is_loopback,
     own_address,
 )
-from composer_replication.replica.connections import raise_file_limit
 from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import (
@@ -54,6 +53,7 @@ from composer_replication.replica.quorum import check_ranks
 from composer_replication.replica.ranks import ask_on_rank_0, do_all_ranks_agree
 from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.shared_buffer import SharedBuffer
+from composer_replication.util.connections import raise_file_limit
 
 log = logging.getLogger(__name__)
 

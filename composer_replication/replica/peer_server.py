@@ -24,8 +24,8 @@ from itertools import islice
 from typing import Any
 
 from composer_replication.replica.addresses import bracketed, listen
-from composer_replication.replica.connections import RateLimitedCount, Strangers
 from composer_replication.replica.peer_client import is_proven, proof, receive, send
+from composer_replication.util.connections import RateLimitedCount, Strangers
 
 log = logging.getLogger(__name__)
 

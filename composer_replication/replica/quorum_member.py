@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from threading import Event, Thread
 from typing import Any, ClassVar
 
-from composer_replication.diloco.fence import fence
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
 from composer_replication.replica.peer_client import Notices
@@ -33,6 +32,7 @@ from composer_replication.replica.quorum import (
     write_handle,
 )
 from composer_replication.settings import TENSORS, SettingsMismatch
+from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from composer_replication import lazily
+from composer_replication.util.lazy import lazily
 
 if TYPE_CHECKING:
     from composer_replication.simulation.simulation import (

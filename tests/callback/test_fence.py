@@ -19,9 +19,9 @@ from composer_jobs import fit_alone, fit_groups, saving
 from failing_disk import no_file_above
 from run_events import result_of
 
-from composer_replication.diloco import fence as fences
-from composer_replication.diloco.fence import fence
 from composer_replication.simulation.simulation import SimulationError
+from composer_replication.util import fence as fences
+from composer_replication.util.fence import fence
 
 pytestmark = pytest.mark.slow
 

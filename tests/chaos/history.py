@@ -14,7 +14,7 @@ from typing import Any
 from composer_replication.coordinator.server import STATE
 from composer_replication.group.run_folder import EVENTS, SYNC, log_path
 from composer_replication.launch.supervision import Supervisor
-from composer_replication.replica.json_files import JsonLineReader, replace_json
+from composer_replication.util.json_files import JsonLineReader, replace_json
 
 from .at_start.fault_injection import IN_GROUP_KINDS, fault_began_at
 

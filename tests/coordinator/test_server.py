@@ -17,9 +17,9 @@ from composer_replication.coordinator.client import CoordinatorAwayError, Coordi
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
-from composer_replication.replica.json_files import read_json
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.settings import DiLoCoSettings
+from composer_replication.util.json_files import read_json
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader, simulate
 from composer_replication.group import reports, run_folder
-from composer_replication.replica.json_files import read_json
+from composer_replication.util.json_files import read_json
 
 LENGTH = 44
 

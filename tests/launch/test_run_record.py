@@ -12,8 +12,8 @@ import composer_replication
 from composer_replication.group.words import format_duration
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import describe, open_run, write_summary
-from composer_replication.replica.json_files import JsonLineReader
 from composer_replication.settings import DiLoCoSettings
+from composer_replication.util.json_files import JsonLineReader
 
 
 def sync(outer_step, **changes):

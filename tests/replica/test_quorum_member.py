@@ -334,7 +334,7 @@ def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeyp
         return answer
 
     monkeypatch.setattr(Recheck, "EVERY_S", 0.01)
-    monkeypatch.setattr("composer_replication.diloco.fence._logged", set())
+    monkeypatch.setattr("composer_replication.util.fence._logged", set())
     recheck = Recheck({"c:1": {}}, find_unreachable)
     wait_until(lambda: not recheck.names)
     assert "RuntimeError: can't start new thread" in caplog.text

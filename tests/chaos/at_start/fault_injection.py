@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from composer_replication.replica.json_files import read_json, replace_json
+from composer_replication.util.json_files import read_json, replace_json
 
 REQUEST_FILE = "fault_request.json"
 """In the group's folder: the newest request for a fault."""

@@ -1,4 +1,4 @@
-"""JSON files on a full disk and after a power cut. Run: pytest tests/replica/test_json_files.py
+"""JSON files on a full disk and after a power cut. Run: pytest tests/util/test_json_files.py
 
 Real: files in ``tmp_path``, and a disk that is full: no file may grow beyond ``RLIMIT_FSIZE``.
 """
@@ -12,8 +12,8 @@ import pytest
 import torch
 from failing_disk import no_file_above
 
-from composer_replication.replica import json_files
-from composer_replication.replica.json_files import (
+from composer_replication.util import json_files
+from composer_replication.util.json_files import (
     JsonLineReader,
     JsonLineWriter,
     read_json,

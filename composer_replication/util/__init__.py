@@ -1,0 +1,1 @@
+"""What belongs to no other package: files, fences, connections. Imports nothing of ours."""
