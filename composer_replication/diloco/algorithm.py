@@ -215,7 +215,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _begin_turn(self, late_by: int = 0) -> None:
         """Set the inner steps until the next outer step by the schedule, and by this group's pace.
 
-
         Args:
             late_by: How many inner steps after the others this group begins.
         """
