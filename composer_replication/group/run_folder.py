@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -51,6 +52,9 @@ WARN_EVERY_S = 60.0
 
 OUTER_STEP = "diloco/outer_step"
 
+OF_THE_PATH = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of a folder's path: it is a file or below one, or may not be written."""
+
 
 def make_run_folder(config: Mapping[str, Any], config_path: str | Path) -> Path:
     """Make the run's folder: ``run_dir``, or ``runs/<config>-<time>``.
@@ -69,7 +73,9 @@ def make_run_folder(config: Mapping[str, Any], config_path: str | Path) -> Path:
         run_dir = Path(config["run_dir"]).absolute()
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # it is a file or below one, or the disk is read-only
+        except OSError as error:
+            if error.errno not in OF_THE_PATH:  # a full disk may have space again
+                raise
             problem = f"run_dir={str(run_dir)!r} cannot be made ({error.strerror})"
             raise ValueError(f"{problem}: name a folder that this user can write") from error
     else:

@@ -22,9 +22,9 @@ from composer_replication.coordinator.client import (
 from composer_replication.coordinator.http_service import HttpService
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport, RunInfo, digests_of
-from composer_replication.diloco import fence
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.util import fence
 
 GOOD = b'{"replica_id": "0", "unknown": []}'
 ODD = {

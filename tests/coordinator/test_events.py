@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from composer_replication.coordinator.events import Events, History
-from composer_replication.coordinator.page import MAX_POINTS
+from composer_replication.util.curve import MAX_POINTS
 
 
 @pytest.fixture

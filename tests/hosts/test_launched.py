@@ -80,7 +80,7 @@ def test_a_learning_rate_with_which_nothing_is_learned_is_an_error_in_one_senten
 @pytest.mark.parametrize("run_dir", ["run", "null"])
 def test_the_commands_without_a_coordinator_say_it_too(command, run_dir, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
-    words = ["optimizer.lr=1e30", f"run_dir={run_dir}"]
+    words = ["optimizers.lr=1e30", f"run_dir={run_dir}"]
     if command == "train":
         words += ["callbacks.diloco.num_replicas=1", "callbacks.diloco.replica_id=0"]
     assert start(tmp_path, command, "tiny.yaml", *words).wait(240) == 1

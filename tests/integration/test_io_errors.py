@@ -19,7 +19,6 @@ from scripted_groups import supervise, write
 from text_config import TINY
 
 from composer_replication.config_file import save_config
-from composer_replication.diloco import fence
 from composer_replication.group import reports, run_folder
 from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch import supervision
@@ -27,6 +26,7 @@ from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.run_record import describe, open_run, write_summary
 from composer_replication.simulation.simulation import SimulationError
 from composer_replication.training import load_config
+from composer_replication.util import fence
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

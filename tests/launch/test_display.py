@@ -15,11 +15,11 @@ from recorded_groups import recorded, run_of, sync_line, write_group
 from rich.console import Console
 from rich.text import Text
 
-from composer_replication.diloco import fence
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, LiveRun, live_table
 from composer_replication.launch.outcome import print_rows
 from composer_replication.launch.output import CurrentStderr
+from composer_replication.util import fence
 
 
 @pytest.fixture

@@ -171,7 +171,10 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
     assert (run_dir / "report.html").stat().st_size > 10_000
     assert "sync_every: 10" in (run_dir / "config.yaml").read_text()
     said = capsys.readouterr().out
-    assert "\nSettings from tiny.yaml: sync_every=10\n" in said
+    assert (
+        "\nSettings from tiny.yaml: sync_every=10, schedule=[{outer_step: 1, outer_lr: 1.0, "
+        in said
+    )
     assert "BitsPerByte 3.2" in said
     assert "equal in 2 groups after 2 outer steps: abababab" in said
     # Two syncs of 4000 bytes; data parallel sends as much in each of 20 inner steps.

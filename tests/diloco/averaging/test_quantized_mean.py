@@ -216,6 +216,8 @@ def test_reported_bytes_are_those_of_the_format_whatever_the_number_of_groups(
 
 def test_a_manager_that_can_only_sum_is_refused_before_anybody_waits():
     class Summing:
+        _use_async_quorum = False
+
         def allreduce(self, tensor, should_quantize=False, reduce_op=ReduceOp.AVG):
             raise AssertionError("nothing is to be sent")
 

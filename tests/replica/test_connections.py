@@ -1,6 +1,6 @@
 """Silent connections at each of our ports: what they cost the process, and those who belong there.
 
-Run: pytest tests/util/test_connections.py
+Run: pytest tests/replica/test_connections.py
 
 Real: the servers, their clients, sockets on loopback. The strangers know the port and no token.
 """
@@ -23,11 +23,11 @@ from forked_commands import ForkedCommand
 from composer_replication.coordinator import http_service
 from composer_replication.coordinator.client import CoordinatorClient
 from composer_replication.coordinator.http_service import HttpService
-from composer_replication.replica import connections
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.peer_client import Notices, PeerClient
 from composer_replication.replica.peer_server import MOST_UNPROVEN
 from composer_replication.replica.rendezvous import SyncAlarm
+from composer_replication.util import connections
 from composer_replication.util.connections import Strangers, raise_file_limit
 
 
