@@ -1,7 +1,5 @@
 """Runs the coordinator and its lighthouse, in a process of their own or inside the launcher's."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -11,9 +9,10 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack
 
 from composer_replication import __version__
+from composer_replication.arguments import check_names, defaults_of, shows
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
@@ -44,6 +43,36 @@ LOOK_EVERY_S = 2.0
 """How often the coordinator tries whether its lighthouse accepts connections, in seconds."""
 
 
+class ServiceKeywords(TypedDict, total=False):
+    """Where a coordinator and its lighthouse listen, whom they answer, and how long they wait."""
+
+    bind: Annotated[str, "[::]:0"]
+    """Address of the service, ``address:port``. The lighthouse uses the next port. With port 0 each
+    uses a free one.
+    """
+
+    hostname: Annotated[str | None, None]
+    """Name of this machine for the groups. None: its host name."""
+
+    tokens: Annotated[Sequence[str], ()]
+    """Accepted tokens. Empty: requests need none."""
+
+    heartbeat_timeout_s: Annotated[float, HEARTBEAT_TIMEOUT_S]
+    """Seconds of silence after which a group is dead."""
+
+    straggler_timeout_s: Annotated[float, STRAGGLER_TIMEOUT_S]
+    """Seconds that a quorum waits for a group that is alive and has not joined."""
+
+    lighthouse_heartbeat_ms: Annotated[int, 5_000]
+    """Milliseconds of silence after which the lighthouse drops a group."""
+
+    ssl_certfile: Annotated[Path | None, None]
+    """Certificate (PEM) with which to serve HTTPS. None: plain HTTP."""
+
+    ssl_keyfile: Annotated[Path | None, None]
+    """Private key of the certificate."""
+
+
 class Coordinator:
     """A running coordinator. Close it with ``shutdown``.
 
@@ -57,17 +86,7 @@ class Coordinator:
             with their own before they build the model.
         record: See ``RunData``.
         state_dir: Folder of the run's state, which is created if it does not exist.
-        bind: Address of the service, ``address:port``. The lighthouse uses the next port. With port
-            0 each uses a free one.
-        hostname: Name of this machine for the groups. None: its host name.
-        tokens: Accepted tokens. Empty: requests need none.
-        heartbeat_timeout_s: Seconds of silence after which a group is dead.
-        straggler_timeout_s: Seconds that a quorum waits for a group that is alive and has not
-            joined.
-        lighthouse_heartbeat_ms: Milliseconds of silence after which the lighthouse drops a group.
         all_start: Whether all groups start together with this service, see ``store_settings``.
-        ssl_certfile: Certificate (PEM) with which to serve HTTPS. None: plain HTTP.
-        ssl_keyfile: Private key of the certificate.
 
     Raises:
         ValueError: ``bind`` is not an address, the certificate cannot be used, another process
@@ -76,7 +95,8 @@ class Coordinator:
         StorageError: The state cannot be read or written.
     """
 
-    def __init__(  # noqa: PLR0913 (all but two by name, and written once)
+    @shows(ServiceKeywords)
+    def __init__(
         self,
         settings: DiLoCoSettings,
         source: str,
@@ -87,16 +107,13 @@ class Coordinator:
         digest_every: int = 0,
         model_section: Mapping[str, Any] | None = None,
         record: Record | None = None,
-        bind: str = "[::]:0",
-        hostname: str | None = None,
-        tokens: Sequence[str] = (),
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-        straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
-        lighthouse_heartbeat_ms: int = 5_000,
         all_start: bool = False,
-        ssl_certfile: Path | None = None,
-        ssl_keyfile: Path | None = None,
+        **named: Unpack[ServiceKeywords],
     ) -> None:
+        check_names(named, ServiceKeywords, "Coordinator")
+        given: dict[str, Any] = {**defaults_of(ServiceKeywords), **named}
+        bind, hostname, tokens = given["bind"], given["hostname"], given["tokens"]
+        heartbeat_timeout_s, ssl_certfile = given["heartbeat_timeout_s"], given["ssl_certfile"]
         raise_file_limit()
         state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error below closes what is open by then
@@ -108,10 +125,10 @@ class Coordinator:
             store_settings(database, events, settings, source, all_start)
             versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
             registry = Registry(database, events, versions, heartbeat_timeout_s)
-            service = HttpService(bind, ssl_certfile, ssl_keyfile)
+            service = HttpService(bind, ssl_certfile, given["ssl_keyfile"])
             self._http = opened.enter_context(closing(service))
             lighthouse = _start_lighthouse_beside(
-                bind, straggler_timeout_s, lighthouse_heartbeat_ms
+                bind, given["straggler_timeout_s"], given["lighthouse_heartbeat_ms"]
             )
             opened.callback(lighthouse.shutdown)
             opened.callback(_keep_up(lighthouse))

@@ -65,7 +65,7 @@ class GroupRecord:
         status: The exit status with which it ended for good; None before.
         end: The phase in which it ended for good; empty before.
         failed_starts: How often it had an error of its own before it joined.
-        error: Why it has ended for good, in one line, if its own log does not say it best.
+        error: Why it has ended for good, in one line; empty where the end of its log says it.
         deaths: The exit statuses of all its early ends.
     """
 
