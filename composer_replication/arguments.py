@@ -83,18 +83,25 @@ def shows(keywords: type) -> Callable[[Function], Function]:
             textwrap.fill(f"{name}: {' '.join(each.split())}", 96, subsequent_indent="    ")
             for name, each in descriptions_of(keywords).items()
         ]
-        text += "\n" if "\nArgs:\n" in text else "\n\nArgs:\n"
-        text += textwrap.indent("\n".join(lines), "    ")
+        if lines:
+            text += "\n" if "\nArgs:\n" in text else "\n\nArgs:\n"
+            text += textwrap.indent("\n".join(lines), "    ")
         function.__doc__ = "".join([text, *rest])
         return function
 
     return add
 
 
+@functools.cache
 def descriptions_of(keywords: type) -> dict[str, str]:
-    """The text under each keyword of a TypedDict, as it stands in the source."""
+    """The text under each keyword of a TypedDict; empty where the source is not installed."""
     module = sys.modules[keywords.__module__]
-    statement = _classes_of(inspect.getsource(module))[keywords.__name__]
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        return {}
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    statement = classes[keywords.__name__]
     found: dict[str, str] = {}
     for base in statement.bases:  # a TypedDict forgets its bases
         assert isinstance(base, ast.Name), "a TypedDict's base is a name"
@@ -105,11 +112,6 @@ def descriptions_of(keywords: type) -> dict[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
                 found[name] = str(text)
     return found
-
-
-@functools.cache
-def _classes_of(source: str) -> dict[str, ast.ClassDef]:
-    return {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
 # ---- texts --------------------------------------------------------------------------------------

@@ -87,22 +87,6 @@ def read_unresolved(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]
     return plain
 
 
-def read_value(path: Path, key: str) -> Any:
-    """Read one value of a config file.
-
-    Args:
-        path: The file.
-        key: The key, with dots between the sections.
-
-    Returns:
-        The value; None if the file is missing or damaged, or has no such key.
-    """
-    try:
-        return OmegaConf.select(OmegaConf.load(path), key)
-    except (OSError, ValueError, OmegaConfBaseException, YAMLError):
-        return None
-
-
 def save_config(config: Mapping[str, Any], path: Path) -> None:
     """Write a config that only its owner can read; ``${oc.env:NAME}`` in it stays as it is.
 
@@ -165,6 +149,16 @@ def check_keys(keys: Iterable[object], where: str) -> None:
         close = closest(key, KNOWN)
         fix = f"did you mean {close!r}?" if close else "see the arguments of DiLoCoCallback"
         raise ConfigError(f"{where} has no {key!r}: {fix}")
+
+
+def read_options(path: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Read options of a group that its launcher follows too, from a file as for ``load_settings``.
+
+    Raises:
+        ConfigError: The file cannot be read, or one of these values cannot be resolved.
+    """
+    section, where = _settings_section(read_yaml(path), path)
+    return {name: _setting(section, name, where) for name in names if name in section}
 
 
 # ---- the settings of a run in any job's file ---------------------------------------------------

@@ -96,7 +96,12 @@ class DiLoCoTrainerCallback(TrainerCallback):
             with rejections(self._group.options):
                 ask_on_rank_0(self._group.hold_folders)  # another group may be writing in it
                 resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
-        return train(resume_from_checkpoint, *more, **named)
+        try:
+            return train(resume_from_checkpoint, *more, **named)
+        except Exception as error:  # the Trainer has no event for it
+            if self.diloco is not None:
+                self._group.fail(error)
+            raise
 
     def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
         train = caller(Trainer.train)

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ from composer_replication.config_file import (
     reading,
     with_values,
 )
-from composer_replication.options import ReplicaEnv, ReplicaOptions
+from composer_replication.options import DuplicateIdError, ReplicaEnv, ReplicaOptions
 
 if TYPE_CHECKING:
     from composer import Trainer
@@ -43,6 +44,9 @@ BY_NAME = ("algorithms", "callbacks", "loggers")
 OURS = ("num_replica_groups", "optimizers", "replica_rank", "run_dir", "save_folder", "variables")
 """Keys that ``build_trainer`` does not hand on as they are."""
 
+OF_A_SHARD = re.compile(r"\$\{\s*(replica_rank|num_replica_groups)\b")
+"""What names a group's shard of the data in a config."""
+
 OF_THE_CONFIG = (TypeError, ValueError, LookupError, AttributeError, ImportError)
 """Errors of a bad value, which would come again at a restart. Faults of a network may pass."""
 
@@ -52,7 +56,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
 
     Raises:
         ConfigError: The file is missing, a section has no ``_target_``, ``callbacks.diloco`` is
-            missing or wrong, ``max_duration`` has no unit, or a ``${...}`` leads nowhere.
+            missing or wrong, ``max_duration`` has no unit, or a ``${...}`` names no key.
     """
     config = read_yaml(Path(path), overrides)
     with reading(f"{path} cannot be resolved"):
@@ -60,8 +64,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         values: Any = OmegaConf.to_container(sharded, resolve=True)
     parts = {name: values.get(name) for name in ("model", "train_dataloader", "optimizers")}
     for section in BY_NAME:
-        named = (values.get(section) or {}).items()
-        parts |= {f"{section}.{name}": part for name, part in named if part is not None}
+        named = values.get(section) or {}
+        if not isinstance(named, Mapping):
+            raise ConfigError(f"{section}={named!r}: write a name and its {TARGET} for each part")
+        parts |= {f"{section}.{name}": part for name, part in named.items() if part is not None}
     for name, part in parts.items():
         if not isinstance(part, Mapping) or TARGET not in part:
             raise ConfigError(f"{name} has no {TARGET}: name what builds it, by its import path")
@@ -170,7 +176,8 @@ def build_trainer(config: DictConfig, diloco: DiLoCoCallback) -> Trainer:
     from composer import Trainer
     from composer.utils import reproducibility
 
-    if "${replica_rank}" in OmegaConf.to_yaml(config):
+    save_folder = save_folder_of(config, diloco.options.replica_id or 0)
+    if OF_A_SHARD.search(OmegaConf.to_yaml(config)):
         config = with_values(config, **_shard(diloco.options))
     values: Any = OmegaConf.to_container(config, resolve=True)
     del values["callbacks"]["diloco"]
@@ -191,7 +198,7 @@ def build_trainer(config: DictConfig, diloco: DiLoCoCallback) -> Trainer:
         needs_names = getattr(optimizer.func, "needs_names", False)
         of_model = built["model"].named_parameters if needs_names else built["model"].parameters
         built["optimizers"] = optimizer(of_model())
-    built["save_folder"] = save_folder_of(config, diloco.options.replica_id or 0)
+    built["save_folder"] = save_folder
     built.setdefault("progress_bar", sys.stderr.isatty())
     with _building("composer.Trainer"):
         return Trainer(**built)
@@ -204,24 +211,29 @@ def _callback(config: DictConfig, **own: Any) -> DiLoCoCallback:
 
 def _instantiate(config: Any, **how: Any) -> Any:
     """Build what a section names. Objects go to a partial: hydra itself would copy them."""
+    # As for `python -m`: the command's own folder would be that of the script composer-replication.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     return instantiate(config, _convert_="all", **how)
 
 
 @contextmanager
 def _building(what: str) -> Iterator[None]:
     """Raise an error of the config, Python's or hydra's, as a ``ConfigError`` of one line."""
-    # As for `python -m`: the command's own folder would be that of the script composer-replication.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
         yield
-    except Exception as error:
+    except DuplicateIdError:
+        raise  # the name may be free the next time
+    except (InstantiationException, *OF_THE_CONFIG) as error:
         cause: BaseException = error
         while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
             cause = cause.__cause__
         if not isinstance(cause, (*OF_THE_CONFIG, InstantiationException)):
             raise cause from None
         said = f"{what}: {error}" if str(cause) in str(error) else f"{what}: {error}: {cause}"
+        if isinstance(cause, AttributeError | LookupError):  # rather of the code than of a value
+            at = traceback.extract_tb(cause.__traceback__)[-1]
+            said += f" ({Path(at.filename).name}:{at.lineno})"
         raise ConfigError(" ".join(said.split())) from error
 
 

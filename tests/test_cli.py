@@ -40,6 +40,13 @@ def test_the_version_is_printed():
 
 
 @at_once
+def test_the_commands_are_there_without_docstrings():
+    """As under PYTHONOPTIMIZE=2, and their help is then empty."""
+    said = subprocess.run([sys.executable, "-OO", "-m", "composer_replication", "-h"])
+    assert said.returncode == 0
+
+
+@at_once
 @pytest.mark.parametrize("command", ["train", "launch", "simulate"])
 def test_bad_input_is_answered_at_once(config, command):
     answer = run(command, config, "callbacks.diloco.sync_evry=5")

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
-from composer_replication.diloco.construction import log_sizes, own_fragments, tell_settings
+from composer_replication.diloco.construction import give_settings, log_sizes, own_fragments
 from composer_replication.diloco.fragments import (
     WatchedModel,
     check_trained_by,
@@ -62,10 +62,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     turns within a round and steps 4 and 5 come ``fragment_sync_delay`` inner steps after steps 2
     and 3. Steps 2 to 5 are in ``FragmentSync``, and ``OuterLoop`` repeats them until they commit.
 
-    It is a torchft ``DiLoCo`` to whoever asks, has the same schedule (``torchft/local_sgd.py``,
-    ``_step_post_hook``), and uses none of its code. It adds what that lacks: global parameters in
-    fp32 that the outer optimizer owns, weights in the mean, a join before training, a retry that
-    loses no inner step (ADR-005, ADR-006, ADR-008).
+    It passes ``isinstance(..., torchft.local_sgd.DiLoCo)``, has that class's schedule
+    (``torchft/local_sgd.py``, ``_step_post_hook``), and uses none of its code. It adds what that
+    lacks: global parameters in fp32 that the outer optimizer owns, weights in the mean, a join
+    before training, a retry that loses no inner step (ADR-005, ADR-006, ADR-008).
 
     Use it as a context manager around training. Entering it joins the other groups, and blocks
     until they are connected. Leaving it removes the hooks from the inner optimizer.
@@ -150,7 +150,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             "outer_optimizer": describe(owned[0].optimizer),
             "model": model_fingerprint(synced),
         }
-        tell_settings(manager, synced, fingerprint)
+        give_settings(manager, synced, fingerprint)
         self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(options.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(

@@ -141,7 +141,7 @@ class FragmentSync:
     Attributes:
         phase: How far its sync is.
         is_joining: Whether this group contributed nothing to the last sync, since it joined.
-        result: What the groups of the last sync have told each other.
+        result: What the groups of the last sync have reported to each other.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class FragmentSync:
         self.phase = Phase.IDLE
         self.is_joining = False
         self.result = TableResult()
-        self.sick_in_a_row = 0
+        self.unsound_in_a_row = 0
         """How many syncs in a row have left out what this group has sent of it."""
 
     # ---- a sync ----------------------------------------------------------------------------------

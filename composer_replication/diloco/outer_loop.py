@@ -55,7 +55,7 @@ class OuterLoop:
         fragments: The fragments in the order of their syncs.
         round_length: How many inner steps this group takes between two syncs.
         clock: Measures what a sync costs training.
-        result: What the groups of the last sync have told each other.
+        result: What the groups of the last sync have reported to each other.
         usual_pace: How far this group's inner steps usually move a parameter.
         first_batches: Compared with the other groups' at this group's first sync.
         role: This group's, in the syncs of the schedule.
@@ -164,7 +164,7 @@ class OuterLoop:
             raise
 
     def _row(self, fragment: FragmentSync, has_more: bool) -> PeerRow:
-        """What this group tells the others beside what is packed."""
+        """What this group reports to the others beside its message."""
         vitals = fragment.vitals(self.round_length.step_s)
         digests = self.state.digests_to_compare(self._options.digest_every)
         return PeerRow(
@@ -293,14 +293,14 @@ class OuterLoop:
         moved = fragment.total_contribution > 0
         if fragment.mean.is_finite and not fragment.mean.is_left_out:
             fragment.discard_synced_steps()
-            fragment.sick_in_a_row = 0
+            fragment.unsound_in_a_row = 0
         else:
             self._recover(fragment)
         seconds = self.clock.read()
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
         # Of a cold start, a resume of all groups or an end there is no outer step to report. Steps
-        # that the run's last sync drops are told.
+        # that the run's last sync drops are reported.
         if not moved and (role is Role.JOINS or (role is not Role.TRAINS and not self._steps_lost)):
             return
         self.reports.append(self._report_of(fragment, seconds, retries))
@@ -369,11 +369,11 @@ class OuterLoop:
         is_finite, of_all = fragment.mean.is_finite, [*self.fragments]
         sick = [fragment] if is_finite else of_all
         for each in sick:
-            each.sick_in_a_row += 1
-        if fragment.sick_in_a_row > self._settings.max_sync_retries:
+            each.unsound_in_a_row += 1
+        if fragment.unsound_in_a_row > self._settings.max_sync_retries:
             raise SyncError(
-                f"this group's pseudo-gradient was not sound in {fragment.sick_in_a_row} syncs in "
-                f"a row, the last one outer step {self.state.outer_step}: it leaves, and the "
+                f"this group's pseudo-gradient was not sound in {fragment.unsound_in_a_row} syncs "
+                f"in a row, the last one outer step {self.state.outer_step}: it leaves, and the "
                 "others continue. Check its data, its learning rate and its hardware"
             )
         log.warning(

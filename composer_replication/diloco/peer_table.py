@@ -39,7 +39,7 @@ LeaveOut = Callable[[Mapping[int, Vitals]], set[int]]
 
 @dataclass(frozen=True)
 class TableResult:
-    """What the groups of a sync have told each other.
+    """What the groups of a sync have reported to each other.
 
     Attributes:
         rows: Their rows, by rank in the quorum. Empty if the sync fails.

@@ -131,14 +131,18 @@ class DiLoCo(algorithm.DiLoCo):
         with rejections(own):
             if not is_resumed and self._start_refusal is None:
                 self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
-            super().__enter__()
+            try:
+                super().__enter__()
+            except (RuntimeError, OSError) as error:
+                folder.write_error(error)
+                raise
         reports.joined(self, self._outer.manager, is_resumed)
         self._report("training")
         return self
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
-        error = raised[1]
+        error = raised[1] if raised else None
         if self._reports is not None and error is not None:
             self._reports.folder.write_error(error)
         return super().__exit__(*raised)

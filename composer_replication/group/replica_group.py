@@ -177,7 +177,9 @@ class ReplicaGroup:
             if self.data is not None:
                 self.data.start()
             self._report("training")
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, ValueError):
+                self._reports.folder.write_error(error)  # a ValueError is a rejection
             self._drop()  # the others wait for this group as long as it sends heartbeats
             raise
 

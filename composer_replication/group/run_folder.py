@@ -175,6 +175,7 @@ class ReplicaFolder:
         self._phase = ""
         self._status_due = 0.0
         self._warning_due = 0.0
+        self._error: BaseException | None = None
         if self._folder is None:
             return
         self._events = JsonLineWriter(self._folder / EVENTS)
@@ -236,7 +237,10 @@ class ReplicaFolder:
         self.write_status(**status)
 
     def write_error(self, error: BaseException) -> None:
-        """Record the error with which the group ends."""
+        """Record the error with which the group ends, once."""
+        if error is self._error:
+            return
+        self._error = error
         kind = type(error).__name__
         self.append(ERROR, {"type": kind, "error": f"{kind}: {error}"})
 

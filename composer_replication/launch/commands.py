@@ -41,7 +41,7 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
         signature, hints = inspect.signature(target), get_type_hints(target, include_extras=True)
         helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _descriptions(target), re.M))
         parameters = [
-            each.replace(annotation=_option(each.name, hints[each.name], helps[each.name]))
+            each.replace(annotation=_option(each.name, hints[each.name], helps.get(each.name, "")))
             for each in signature.parameters.values()
         ]
 
@@ -53,7 +53,7 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
 
         act.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
         act.__annotations__ = {each.name: each.annotation for each in parameters}
-        text = inspect.cleandoc(target.__doc__).partition("\n\nArgs:")[0]
+        text = inspect.cleandoc(target.__doc__ or "").partition("\n\nArgs:")[0]
         app.command(name or target.__name__, help=text, **settings)(act)
         return target
 

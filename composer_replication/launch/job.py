@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_replication.config_file import (
-    SECTION,
     ConfigError,
     diloco_section,
     load_settings,
-    read_value,
+    read_options,
 )
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
@@ -112,17 +111,15 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
             impossible.
     """
     config, source = load_settings(options.settings, options.set or ())
-    of_file = {
-        name: options.settings and read_value(options.settings, f"{SECTION}.{name}")
-        for name in ("run_dir", "start_timeout_s")
-    }
+    followed = ("run_dir", "start_timeout_s")
+    of_file = {} if options.settings is None else read_options(options.settings, followed)
     diloco = diloco_section(config)
-    if of_file["start_timeout_s"] is not None:
-        diloco["start_timeout_s"] = of_file["start_timeout_s"]
-    if left_out := ", ".join(name for name in config["left_out"] if name not in of_file):
+    if (limit := of_file.get("start_timeout_s")) is not None:
+        diloco["start_timeout_s"] = limit
+    if left_out := ", ".join(name for name in config["left_out"] if name not in followed):
         source += f" (without {left_out}: name such options in the command)"
     check_command(command)
-    run_dir = options.run_dir or of_file["run_dir"]
+    run_dir = options.run_dir or of_file.get("run_dir")
     return Job(
         config={
             "run_dir": None if run_dir is None else str(run_dir),

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from composer_replication.config_file import ConfigError
+from composer_replication.options import DuplicateIdError
 from composer_replication.settings import SettingsMismatch
 from composer_replication.util.lazy import MissingExtraError
 
@@ -75,6 +76,7 @@ def report_error(error: Exception) -> int:
         f"Error: {text}", style="red", markup=False, highlight=False, soft_wrap=True
     )
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
+    is_bad_input &= not isinstance(error, DuplicateIdError)  # the name may be free the next time
     return BAD_INPUT if is_bad_input or is_usage else FAILED
 
 

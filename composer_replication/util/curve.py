@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 MAX_POINTS = 500
-"""Most points of a curve on the page."""
+"""Most points of a curve."""
 
 
 class Curve:

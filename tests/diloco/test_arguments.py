@@ -10,7 +10,7 @@ from golden.runs import rows
 from promises.groups import run
 
 from composer_replication import DiLoCo, DiLoCoCallback, options, settings
-from composer_replication.arguments import defaults_of
+from composer_replication.arguments import defaults_of, descriptions_of, shows
 from composer_replication.group.host import GroupKeywords
 from composer_replication.group.plain_loop import DiLoCoKeywords
 from composer_replication.options import (
@@ -62,6 +62,24 @@ def test_a_keyword_is_defined_in_one_place_above_its_description():
         function = door.__init__ if isinstance(door, type) else door
         written = inspect.getsource(function).partition(") -> ")[0]
         assert not [name for name in DOORS[door].__annotations__ if f"{name}:" in written]
+
+
+def test_without_the_source_the_descriptions_alone_are_missing(monkeypatch):
+    def missing(module):
+        raise OSError("could not get source code")
+
+    descriptions_of.cache_clear()
+    monkeypatch.setattr(inspect, "getsource", missing)
+    try:
+
+        @shows(SettingKeywords)
+        def door(**named):
+            """Open."""
+
+        assert inspect.signature(door).parameters["sync_every"].default == 100
+        assert door.__doc__ == "Open."
+    finally:
+        descriptions_of.cache_clear()
 
 
 @pytest.mark.parametrize(

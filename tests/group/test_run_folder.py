@@ -14,6 +14,7 @@ import pytest
 from failing_disk import no_file_above
 from run_events import events_of, syncs_of
 
+from composer_replication import SyncError
 from composer_replication.group import run_folder
 from composer_replication.group.run_folder import (
     STATUS_EVERY_S,
@@ -149,7 +150,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path, kind):
 def test_the_folder_of_a_start_that_failed_is_used_again_without_its_record(tmp_path):
     folder = ReplicaFolder(tmp_path, 0)
     folder.append("start", {})
-    folder.write_rejection("sync_every=3")
+    folder.write_rejection(ValueError("sync_every=3"))
     make_run_folder({"run_dir": str(tmp_path)}, "tiny.yaml")
     assert list((tmp_path / "replica_0").iterdir()) == []
 
@@ -235,3 +236,16 @@ def test_what_a_power_cut_leaves_does_not_keep_a_group_from_starting(tmp_path, d
     assert ReplicaFolder(tmp_path, "a").reached() == {"batch": 3, "outer_step": 7}
     make_run_folder({"run_dir": str(tmp_path), "autoresume": True}, "x.yaml")
     assert status(tmp_path) == {"phase": "starting"}
+
+
+def test_an_error_is_written_once(tmp_path):
+    folder, error = ReplicaFolder(tmp_path, 0), SyncError("it was not sound")
+    folder.write_error(error)
+    folder.write_error(error)
+    folder.write_error(KeyError("no"))
+    lines = (tmp_path / "replica_0" / "events.jsonl").read_text().splitlines()
+    written = [(line["type"], line["error"]) for line in map(json.loads, lines)]
+    assert written == [
+        ("SyncError", "SyncError: it was not sound"),
+        ("KeyError", "KeyError: 'no'"),
+    ]

@@ -103,6 +103,19 @@ def test_a_second_callback_in_a_trainer_is_refused_before_a_group_joins(tmp_path
     assert rejection["error"].startswith("2 callbacks")
 
 
+def test_an_error_in_training_is_in_the_group_s_folder(tmp_path):
+    trainer = alone(tmp_path, settings={"run_dir": str(tmp_path / "run")})
+
+    def fail(*event):
+        raise RuntimeError("no memory")
+
+    trainer.training_step = fail
+    with pytest.raises(RuntimeError, match="no memory"):
+        trainer.train()
+    (error,) = events_of(tmp_path / "run" / "replica_0", "error")
+    assert (error["type"], error["error"]) == ("RuntimeError", "RuntimeError: no memory")
+
+
 def test_a_checkpoint_without_diloco_s_part_is_refused(tmp_path):
     saves = {"save_strategy": "steps", "save_steps": 4}
     trainer_of(None, arguments_of(tmp_path, **saves)).train()

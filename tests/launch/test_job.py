@@ -11,7 +11,7 @@ import sys
 import pytest
 from scripted_groups import supervise
 
-from composer_replication.config_file import read_value, save_config
+from composer_replication.config_file import ConfigError, diloco_section, read_yaml, save_config
 from composer_replication.group.run_folder import STATUS
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import (
@@ -59,8 +59,8 @@ def test_settings_come_from_a_file_of_the_job_and_are_replaced(tmp_path):
     assert job.config["run_dir"] == "/runs/a"
     assert job.name == "job.yaml" and job.nproc is None
     save_config(job.config, tmp_path / "config.yaml")
-    assert read_value(tmp_path / "config.yaml", "callbacks.diloco.sync_every") == 20
-    assert list(read_value(tmp_path / "config.yaml", "command")) == command
+    saved = read_yaml(tmp_path / "config.yaml")
+    assert diloco_section(saved)["sync_every"] == 20 and list(saved.command) == command
 
 
 def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
@@ -69,6 +69,17 @@ def test_a_command_line_with_settings_alone_is_a_job(tmp_path):
     assert job.config["callbacks"] == {"diloco": {"sync_every": 3}}
     assert job.config["run_dir"] == str(tmp_path) and job.config["autoresume"] is True
     assert job.nproc == 2 and job.source == "--set sync_every=3"
+
+
+def test_a_file_of_settings_alone_also_names_the_folder_and_how_long_to_wait(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("sync_every: 3\nrun_dir: /runs/b\nstart_timeout_s: 5\n")
+    job = job_of(JobOptions(command=["true"], settings=path))
+    assert job.config["callbacks"] == {"diloco": {"sync_every": 3, "start_timeout_s": 5}}
+    assert job.config["run_dir"] == "/runs/b" and job.source == str(path)
+    path.write_text("sync_every: 3\nrun_dir: ${nowhere}\n")
+    with pytest.raises(ConfigError, match=r"run_dir='\$\{nowhere\}' cannot be resolved"):
+        job_of(JobOptions(command=["true"], settings=path))
 
 
 def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path):

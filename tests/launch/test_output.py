@@ -11,8 +11,10 @@ import sys
 import pytest
 from forked_commands import ForkedCommand, run
 
+from composer_replication.config_file import ConfigError
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.launch.output import report_error
+from composer_replication.options import DuplicateIdError
 from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import SimulationError
 
@@ -35,6 +37,7 @@ OF_A_REPLICA.__cause__, UNKNOWN.__cause__ = SyncError("x"), ZeroDivisionError("y
         (SettingsMismatch("sync_every: 5 here, 10 there"), 2),
         (FileNotFoundError("no such checkpoint"), 2),
         (SyncError("did not commit in 4 attempts"), 1),
+        (ConfigError("no such key"), 2),
         (TimeoutError("1 of 2 replica groups came"), 1),
         (OF_A_REPLICA, 1),
     ],
@@ -50,6 +53,10 @@ def test_an_error_that_says_little_keeps_its_traceback(error, capsys):
     # A ValueError that was not raised by this package, a TimeoutError without a message.
     status, said = reported(error, capsys)
     assert status == 1 and "Traceback (most recent call last)" in said
+
+
+def test_a_name_that_another_group_has_may_be_free_the_next_time(capsys):
+    assert reported(DuplicateIdError("replica_id='a' is taken"), capsys)[0] == 1
 
 
 RANK = """
