@@ -183,7 +183,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.getLogger("composer_replication").setLevel(logging.ERROR)
     reproducibility.seed_all(0)
-    config = load_config(arguments.config, [])
+    rounds = [f"callbacks.diloco.sync_every={ROUND}", "callbacks.diloco.schedule=[]"]
+    config = load_config(arguments.config, rounds)
     if arguments.quick:
         config["eval_subset_num_batches"] = 2
     formats = measure_formats(pseudo_gradient(config))

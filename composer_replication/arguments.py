@@ -125,7 +125,7 @@ def in_yaml(value: object) -> str:
 
 def closest(name: object, known: Iterable[str]) -> str | None:
     """Return the known name that is most similar to an unknown one; None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(name), [*known], n=1, cutoff=0.5)), None)
+    return next(iter(difflib.get_close_matches(str(name), [*known], n=1)), None)
 
 
 # ---- values -------------------------------------------------------------------------------------

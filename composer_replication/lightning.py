@@ -206,7 +206,8 @@ class DiLoCoLightningCallback(Callback):
         .. code-block:: python
 
             loader = DataLoader(replica_shard(dataset), 32)  # each group has its own samples
-            trainer = Trainer(max_steps=1000, callbacks=[DiLoCoLightningCallback(sync_every=100)])
+            callbacks = [DiLoCoLightningCallback(sync_every=100), ModelCheckpoint(save_last=True)]
+            trainer = Trainer(max_steps=1000, callbacks=callbacks, default_root_dir=own_folder)
             trainer.fit(model, loader, ckpt_path="last")
 
     Raises:

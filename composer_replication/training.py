@@ -63,6 +63,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         sharded = with_values(config, replica_rank=0, num_replica_groups=1)
         values: Any = OmegaConf.to_container(sharded, resolve=True)
     parts = {name: values.get(name) for name in ("model", "train_dataloader", "optimizers")}
+    others = {name: values.get(name) for name in ("eval_dataloader", "schedulers")}
+    parts |= {name: part for name, part in others.items() if isinstance(part, Mapping)}
     for section in BY_NAME:
         named = values.get(section) or {}
         if not isinstance(named, Mapping):

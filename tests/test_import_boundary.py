@@ -69,7 +69,17 @@ def test_a_package_imports_those_below_it_alone(package):
 
 
 @pytest.mark.parametrize(
-    "package", ["data", "group", "callback", "training.py", "hf.py", *sorted(CLIENT)]
+    "package",
+    [
+        "data",
+        "group",
+        "callback",
+        "training.py",
+        "hf.py",
+        "hf_job.py",
+        "lightning.py",
+        *sorted(CLIENT),
+    ],
 )
 def test_groups_and_the_client_of_the_coordinator_know_nothing_of_the_service(package):
     own = package if package not in CLIENT else f"coordinator/{package}.py"

@@ -35,8 +35,10 @@ args = TrainingArguments("out", max_steps=100, use_cpu=True, report_to=[], save_
 """
 
 OF_LIGHTNING = """
+import os
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 class Model(LightningModule):
@@ -113,7 +115,9 @@ def test_a_block_of_a_page_trains_a_group(package: str, block: Block, tmp_path: 
     done = subprocess.run(
         [sys.executable, "page.py"],
         cwd=tmp_path,
-        env=os.environ | {"NUM_REPLICA_GROUPS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=os.environ
+        | {"NUM_REPLICA_GROUPS": "1", "REPLICA_GROUP_ID": "0"}
+        | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from common import TinyMLP, batch
+from run_events import syncs_of
 from torch import Tensor, nn
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -274,13 +275,10 @@ def test_callbacks_that_replace_weights_are_refused_by_name(callback, message):
 def test_strategies_that_cannot_be_a_group_are_refused_before_any_peer_waits():
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from composer_replication.lightning import check_can_join
-
-    class OfModelParallel:
-        strategy, callbacks = ModelParallelStrategy(), []
-
+    trainer = trainer_of(diloco := alone(), max_steps=8)
+    trainer._accelerator_connector.strategy = ModelParallelStrategy()
     with pytest.raises(ValueError, match="with ModelParallelStrategy: use strategy='ddp'"):
-        check_can_join(OfModelParallel)
+        diloco.setup(trainer, module_of(), "fit")
 
 
 def test_an_argument_that_is_none_of_ours_is_named_with_the_closest():
@@ -310,7 +308,9 @@ def test_a_failed_fit_can_be_continued_from_what_it_has_saved(tmp_path):
     assert train(True) == train(False)
 
 
-def test_groups_on_samples_of_their_own_count_them_in_any_container():
-    diloco = alone(weight_by="samples")
-    trainer_of(diloco, max_steps=4).fit(module_of(), Batches([batch(0, n) for n in range(4)]))
-    assert diloco.result["inner_steps"] == 4
+def test_groups_on_samples_of_their_own_count_them(tmp_path):
+    diloco = alone(weight_by="samples", run_dir=str(tmp_path))
+    batches = [batch(0, n) for n in range(4)]
+    trainer_of(diloco, max_steps=4).fit(module_of(), Batches(batches))
+    counted = sum(sync["diloco/contribution"] for sync in syncs_of(tmp_path / "replica_0"))
+    assert counted == sum(len(x) for x, _ in batches) > 4

@@ -90,6 +90,8 @@ def test_single_options_are_read_without_the_others(written):
 
 @pytest.mark.parametrize(("override", "message"), [
     ("callbacks.dilco.sync_every=4", "callbacks.dilco has no _target_: name what builds it"),
+    ("schedulers={t_warmup: 2ba}", "schedulers has no _target_"),
+    ("eval_dataloader={path: null}", "eval_dataloader has no _target_"),
     ("loggers=3", "loggers=3: write a name and its _target_ for each part"),
     ("callbacks.diloco.timeout=0", "timeout=0: use a number of seconds above 0"),
     ("callbacks.diloco.sync_evry=4", "callbacks.diloco has no 'sync_evry': did you mean 'sync_ev"),

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from forked_commands import ForkedCommand
+from hydra.utils import instantiate
 from run_events import result_of
+from torch.utils.data import DistributedSampler
 
 from composer_replication.launch.job import TRAIN, Job
 from composer_replication.launch.launcher import launch_groups
@@ -114,6 +116,13 @@ def test_the_examples_are_these_and_open_with_the_commands_that_run_them():
         comment = path.read_text().partition("seed:")[0]
         for command in ("launch", "simulate"):
             assert f"composer-replication {command} examples/{path.name} --replicas" in comment
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "image_classifier", "streaming_dataset"])
+def test_each_process_of_a_group_evaluates_its_own_part(name):
+    loader = instantiate(load_config(EXAMPLES / f"{name}.yaml").eval_dataloader)
+    assert isinstance(loader.sampler, DistributedSampler)  # Composer refuses another one
+    assert len(loader.sampler.dataset) == len(loader.dataset)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
