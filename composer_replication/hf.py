@@ -23,11 +23,10 @@ except ModuleNotFoundError as error:
 
 from composer_replication.arguments import shows
 from composer_replication.data.sample_stream import replica_shard
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.call_watch import caller
 from composer_replication.group.checkpoint_files import STATE, TRAINER_STATE
 from composer_replication.group.host import GroupKeywords, check_is_one
-from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.group.replica_group import ReplicaGroup, ShowsGroup
 from composer_replication.group.reports import rejections
 from composer_replication.hf_job import TrainerJob, check_parallelism
 from composer_replication.replica.ranks import ask_on_rank_0
@@ -36,7 +35,7 @@ from composer_replication.util.json_files import replace_file
 __all__ = ["DiLoCoTrainerCallback", "replica_shard"]
 
 
-class DiLoCoTrainerCallback(TrainerCallback):
+class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
     """Make a Hugging Face ``Trainer`` one replica group of a DiLoCo run.
 
     Each group is a training job of its own, under plain ``python`` or ``torchrun``. The arguments,
@@ -70,16 +69,6 @@ class DiLoCoTrainerCallback(TrainerCallback):
         self._manager = manager
         self._evaluations_left = 0
         self._is_terminated = False
-
-    @property
-    def diloco(self) -> DiLoCo | None:
-        """DiLoCo, while training."""
-        return self._group.diloco
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The result of the last training; empty before its end."""
-        return self._group.result
 
     # ---- the Trainer's events, in the order in which they come ------------------------------
 

@@ -22,10 +22,9 @@ except ModuleNotFoundError as error:
 
 from composer_replication.arguments import shows
 from composer_replication.data.sample_stream import replica_shard
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.host import GroupKeywords, Host
 from composer_replication.group.losses import Losses
-from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.group.replica_group import ReplicaGroup, ShowsGroup
 from composer_replication.group.reports import rejections
 from composer_replication.util.fence import fence
 
@@ -194,7 +193,7 @@ def check_can_join(trainer: Any) -> None:
             )
 
 
-class DiLoCoLightningCallback(Callback):
+class DiLoCoLightningCallback(ShowsGroup, Callback):
     """Make a Lightning ``Trainer`` one replica group of a DiLoCo run.
 
     Each group is a training job of its own, on one device or with DDP. The arguments, their
@@ -231,16 +230,6 @@ class DiLoCoLightningCallback(Callback):
         self._job.group = self._group
         self._manager = manager
         self._done = (0, 0)
-
-    @property
-    def diloco(self) -> DiLoCo | None:
-        """DiLoCo, during a fit."""
-        return self._group.diloco
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The result of the last fit; empty before its end."""
-        return self._group.result
 
     # ---- Lightning's events, in the order in which they come --------------------------------
 

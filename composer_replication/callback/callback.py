@@ -19,15 +19,12 @@ from composer_replication.callback.composer_job import (
     name_the_node,
 )
 from composer_replication.callback.trainer_watch import end_if_stuck_in_close
-from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.group.host import GroupKeywords, check_is_one
-from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.group.replica_group import ReplicaGroup, ShowsGroup
 from composer_replication.group.reports import rejections
-from composer_replication.options import ReplicaOptions
-from composer_replication.settings import DiLoCoSettings
 
 
-class DiLoCoCallback(Callback):
+class DiLoCoCallback(ShowsGroup, Callback):
     """Make a Composer ``Trainer`` one replica group of a DiLoCo run.
 
     Each group is a Composer job of its own, under plain ``python``, ``composer -n N`` or
@@ -92,26 +89,6 @@ class DiLoCoCallback(Callback):
         own = type(self)  # a subclass may have more handlers than this class
         self._unhandled = {e for e in Event if getattr(own, e.value) is getattr(Callback, e.value)}
         name_the_node()
-
-    @property
-    def settings(self) -> DiLoCoSettings:
-        """The run's settings; the coordinator's, once it has been asked."""
-        return self._group.settings
-
-    @property
-    def options(self) -> ReplicaOptions:
-        """This group's options."""
-        return self._group.options
-
-    @property
-    def diloco(self) -> DiLoCo | None:
-        """DiLoCo, during a fit."""
-        return self._group.diloco
-
-    @property
-    def result(self) -> dict[str, Any]:
-        """The result of the last fit; empty before its end."""
-        return self._group.result
 
     # ---- Composer's events, in the order in which they come ---------------------------------
 

@@ -467,3 +467,29 @@ class ReplicaGroup:
         release(self)
         if self.weights is not None:
             self.weights.remove()
+
+
+class ShowsGroup:
+    """What the callback of any trainer shows of its replica group."""
+
+    _group: ReplicaGroup
+
+    @property
+    def settings(self) -> DiLoCoSettings:
+        """The run's settings; the coordinator's, once it has been asked."""
+        return self._group.settings
+
+    @property
+    def options(self) -> ReplicaOptions:
+        """This group's options."""
+        return self._group.options
+
+    @property
+    def diloco(self) -> DiLoCo | None:
+        """DiLoCo, during a training; else None."""
+        return self._group.diloco
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """The result of the last training; empty before its end."""
+        return self._group.result
