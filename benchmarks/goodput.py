@@ -15,6 +15,7 @@ goes on with fewer chips, so theirs is the easier case.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from results import command_line, write
 from rich.console import Console
 from rich.table import Table
 
-from composer_replication.config_file import read_value
+from composer_replication.config_file import ConfigError, diloco_section, read_unresolved
 from composer_replication.group.run_folder import CONFIG
 from composer_replication.launch.run_record import Run, open_run
 from composer_replication.util.json_files import read_json
@@ -154,7 +155,9 @@ def measured_costs(
     Raises:
         ValueError: The run has no goodput, or no config that says ``sync_every``.
     """
-    sync_every = read_value(run.run_dir / CONFIG, "callbacks.diloco.sync_every")
+    sync_every = None
+    with contextlib.suppress(ConfigError):
+        sync_every = diloco_section(read_unresolved(run.run_dir / CONFIG)).get("sync_every")
     if not goodput or sync_every is None:
         raise ValueError(
             f"{run.run_dir} has no goodput or no sync_every: give the folder of a run of `launch` "
