@@ -72,8 +72,8 @@ class Phases:
         """Measure the phases of every sync from now on."""
         for fragment in diloco._outer.fragments:
             for phase, name, thing in (
-                ("pack", "_pack", fragment),
-                ("send", "_send", fragment),
+                ("pack", "pack", fragment),
+                ("send", "send", fragment),
                 ("outer", "_step", fragment),
             ):
                 setattr(thing, name, self._timed(phase, getattr(thing, name)))
