@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import sysconfig
 import tempfile
 from collections.abc import Callable
@@ -52,6 +53,16 @@ class Pictures(Dataset[Batch]):
         return {"input_ids": self._pixels[index], "labels": self._labels[index]}
 
 
+class Text(TextBytes):
+    """The quickstart's samples, with a name."""
+
+    @property
+    def name(self) -> str:
+        """It is equal wherever the samples are equal, on any machine and in any folder."""
+        digest = hashlib.sha256(self._bytes.numpy().data).hexdigest()[:16]
+        return f"text {digest} by {self.max_seq_len}"
+
+
 @lru_cache
 def data_of(name: str, split: Any) -> Any:
     """The samples of one of ``DATA``, those to train on or those held out."""
@@ -62,8 +73,8 @@ def _headers() -> Path:
     return Path(torch.__file__).parent / "include" / "torch"
 
 
-def _docstrings(root: Path, files: str, length: int, split: Any) -> TextBytes:
-    """The docstrings of files, those of each in one. ``TextBytes`` reads the folder at once."""
+def _docstrings(root: Path, files: str, length: int, split: Any) -> Text:
+    """The docstrings of files, those of each in one. ``Text`` reads the folder at once."""
     with tempfile.TemporaryDirectory() as folder:
         for source in root.glob(files):
             nodes = ast.walk(ast.parse(source.read_text(encoding="utf-8")))
@@ -72,14 +83,14 @@ def _docstrings(root: Path, files: str, length: int, split: Any) -> TextBytes:
                 file = Path(folder, source.relative_to(root))
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, encoding="utf-8")
-        return TextBytes(folder, max_seq_len=length, split=split)
+        return Text(folder, max_seq_len=length, split=split)
 
 
 _DOCUMENTED = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
 
 DATA: dict[str, Callable[[Any], Any]] = {
-    "stdlib": lambda split: TextBytes(max_seq_len=LENGTH, split=split),
-    "headers": lambda split: TextBytes(_headers(), max_seq_len=LENGTH, split=split),
+    "stdlib": lambda split: Text(max_seq_len=LENGTH, split=split),
+    "headers": lambda split: Text(_headers(), max_seq_len=LENGTH, split=split),
     "docstrings": partial(_docstrings, Path(torch.__file__).parent, "**/*.py", LENGTH),
     "digits": Pictures,
     "manual": partial(_docstrings, Path(sysconfig.get_path("stdlib")), "*.py", SHORT),

@@ -230,6 +230,12 @@ class _Few(Dataset):
         return {"input_ids": self._ids[index], "labels": self._labels[index]}
 
 
+def test_a_text_has_the_same_name_wherever_its_samples_are_the_same(load):
+    jobs = load("jobs")
+    one, again, held_out = (jobs.DATA["manual"](split) for split in ("train", "train", "eval"))
+    assert one.name == again.name != held_out.name and one.name.endswith(f" by {jobs.SHORT}")
+
+
 def test_a_study_that_was_stopped_goes_on_and_two_workers_share_it(load, tmp_path, monkeypatch):
     cells, study, train = load("cells"), load("study"), load("train")
     wanted = [cells.Cell(seed=seed) for seed in range(4)]
