@@ -64,6 +64,8 @@ class Cell:
         warmup: Steps in which the learning rate rises.
         alone_of: If not 0, one group alone, of so many: ``groups`` is 0, and the model has the
             first group's part of each batch.
+        after: If not 0, the model is not fresh: it was trained in so many steps before, on another
+            text (``train.PRETRAINED``).
     """
 
     groups: int = 0
@@ -100,6 +102,7 @@ class Cell:
     warmup: int = 50
     alone_of: int = 0
     outer: tuple[tuple[int, float, float], ...] = ()
+    after: int = 0
 
     def __post_init__(self) -> None:
         for name in ("step_times", "batches", "periods"):  # JSON has lists
@@ -111,6 +114,8 @@ class Cell:
     def key(self) -> str:
         """All settings that matter to the training, as one line."""
         settings = dataclasses.asdict(self)
+        if not self.after:  # as all results have it that are older than this setting
+            del settings["after"]
         if not self.groups:
             for name in _OUTER:
                 del settings[name]

@@ -94,9 +94,10 @@ DATA: dict[str, Callable[[Any], Any]] = {
     "docstrings": partial(_docstrings, Path(torch.__file__).parent, "**/*.py", LENGTH),
     "digits": Pictures,
     "manual": partial(_docstrings, Path(sysconfig.get_path("stdlib")), "*.py", SHORT),
+    "another manual": partial(_docstrings, Path(torch.__file__).parent, "**/*.py", SHORT),
 }
 """The source of Python's standard library; torch's C++ headers; its docstrings; pictures; the
-docstrings of the standard library's modules."""
+docstrings of the standard library's modules; torch's in windows as short as these."""
 
 
 class GRU(nn.Module):

@@ -44,6 +44,20 @@ def test_all_candidates_have_the_rounds_that_ship_and_the_chosen_one_all_that_sh
                     assert own.outer_numbers_at(step) == ships.outer_numbers_at(step)
 
 
+def test_fine_tuning_starts_from_the_weights_that_another_training_ended_with(load):
+    warm, cells, train = load("warm"), load("cells"), load("train")
+    fresh = replace(warm.ROWS[0].base, steps=2)
+    tuned = replace(fresh, after=2, data="another manual")
+    assert '"after": 2' in tuned.key and "after" not in fresh.key  # as in older results
+    assert {row.base.data for row in warm.FINE_TUNED} == {"another manual"}
+    before = replace(train.PRETRAINED, steps=2, seed=tuned.seed)
+    ended = train._model(before)
+    train._steps(before, ended, train._inner(before, ended), rank=0, curve=[])
+    begun, first = train._model(tuned).state_dict(), train._model(fresh).state_dict()
+    assert all(torch.equal(begun[name], value) for name, value in ended.state_dict().items())
+    assert any(not torch.equal(begun[name], value) for name, value in first.items())
+
+
 def test_the_pictures_groups_are_as_shipped_and_evaluated_at_the_end_of_rounds(load):
     picture, lines = load("picture"), load("lines")
     ships = DiLoCoSettings(sync_every=20)

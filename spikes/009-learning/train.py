@@ -6,6 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
 from itertools import count, repeat
 from typing import Any
 
@@ -23,6 +25,11 @@ from composer_replication.diloco import hang_watch
 from composer_replication.simulation import Fault, SimulationError
 from examples.quickstart.byte_gpt import BitsPerByte
 from examples.quickstart.muon import Muon
+
+PRETRAINED = Cell(
+    model="small", data="manual", batch=16, lr=1.5e-3, warmup=20, final_lr=0.0, beta2=0.999
+)
+"""How a model that is not fresh was trained, but for the steps and the seed: data parallel."""
 
 SYNCS = 120
 """Of so many, the first ones, a training keeps what was measured: that is for an early verdict."""
@@ -67,6 +74,7 @@ def train(cell: Cell) -> dict[str, Any]:
 def _simulated(
     cell: Cell, curve: list[float], syncs: list[list[float | None]]
 ) -> tuple[nn.Module | None, list[float]]:
+    _model(cell)  # what it was pretrained to is there now for all groups
     try:
         results = simulate(
             lambda sim: _group(cell, sim, curve, syncs),
@@ -287,7 +295,18 @@ _building = threading.Lock()  # initial weights come from torch's generator, whi
 def _model(cell: Cell) -> nn.Module:
     with _building:
         torch.manual_seed(cell.seed)
-        return MODELS[cell.model]()
+        model = MODELS[cell.model]()
+    if cell.after:
+        model.load_state_dict(_pretrained(cell.after, cell.seed))
+    return model
+
+
+@lru_cache
+def _pretrained(steps: int, seed: int) -> dict[str, torch.Tensor]:
+    cell = replace(PRETRAINED, steps=steps, seed=seed)
+    model = _model(cell)
+    _steps(cell, model, _inner(cell, model), rank=0, curve=[])
+    return model.state_dict()
 
 
 def _inner(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:

@@ -42,11 +42,15 @@ OTHER_RATES = {f"{ALONE}, {factor:g} of the rate": factor for factor in GRID if 
 
 
 class Row(NamedTuple):
-    """A training as somebody may begin it: a small byte GPT, AdamW, ``sync_every: 20``."""
+    """A training as somebody may begin it: a small byte GPT, AdamW, ``sync_every: 20``.
+
+    If it comes ``after`` some steps, it starts from a model that was trained on another text.
+    """
 
     groups: int
     steps: int
     lr: float
+    after: int = 0
 
     @property
     def sync_every(self) -> int:
@@ -56,14 +60,15 @@ class Row(NamedTuple):
     @property
     def name(self) -> str:
         """How the table names it."""
-        return f"small, k = {self.groups}, {self.steps:,} steps, lr {self.lr:g}"
+        what = "small, fine-tuned" if self.after else "small"
+        return f"{what}, k = {self.groups}, {self.steps:,} steps, lr {self.lr:g}"
 
     @property
     def base(self) -> Cell:
         """Data parallel."""
         return Cell(
             model="small",
-            data="manual",
+            data="another manual" if self.after else "manual",
             batch=SAMPLES * self.groups,
             steps=self.steps,
             lr=self.lr,
@@ -71,6 +76,7 @@ class Row(NamedTuple):
             final_lr=0.0,
             beta2=0.999,
             seed=SEEDS[0],
+            after=self.after,
         )
 
 
@@ -85,13 +91,15 @@ ROWS = (
 )
 """The first four were at or above one group alone as shipped, and the others were not."""
 
+FINE_TUNED = (Row(2, 300, 5e-4, 1200), Row(4, 300, 5e-4, 1200), Row(2, 600, 1e-3, 1200))
+
 _BY_COST = sorted(JOBS, key=lambda job: job.cost)
 CHEAP = sorted(_BY_COST[:8], key=lambda job: job.model == "cnn")
 """The text first: the pictures' loss spreads by some percent from seed to seed."""
 
 OTHERS = sorted([*_BY_COST[8:-2], *OUTSIDE], key=lambda job: job.cost)
 MOST_EXPENSIVE = _BY_COST[-2:]
-EVERY_JOB = (*ROWS, *CHEAP, *OTHERS, *MOST_EXPENSIVE)
+EVERY_JOB = (*ROWS, *FINE_TUNED, *CHEAP, *OTHERS, *MOST_EXPENSIVE)
 
 
 PICTURES = "cnn"
@@ -177,6 +185,7 @@ def _in_order(known: Known) -> Iterator[Cell]:
     first, more = SEEDS[:1], SEEDS[1:]
     yield from _of([*ROWS, *CHEAP], known, NAMES, first)
     yield from _of([*OTHERS], known, [ALONE], first)
+    yield from _of([*FINE_TUNED], known, NAMES, first)
     yield from _of([*ROWS], known, NAMES, more)
     yield from _of([*OTHERS], known, NAMES, first)
     yield from _of([*CHEAP, *OTHERS], known, [*OTHER_RATES], first)
