@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,16 +15,30 @@ from torch.utils._pytree import tree_map_only
 
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
+from composer_replication.diloco.torchft_api import STATE_NAME
 from composer_replication.settings import DiLoCoSettings, adopt_changes, compare_fingerprints
 
 log = logging.getLogger(__name__)
 
 
-Staged = tuple[Tensor, Tensor] | None
+Numbers = tuple[Tensor, Tensor] | None
 """A fragment's global parameters and outer momentum from another group, each like
-``GlobalParameters.flat``, in memory that the fragment can continue in. A joiner copies them there
-before the quorum in which all groups wait for its heal. None on an accelerator, whose memory may
-not have room for them twice: there the copy is quick."""
+``GlobalParameters.flat``, in memory that the fragment can continue in. None on an accelerator,
+whose memory may not have room for them twice: there the copy is quick."""
+
+
+class Staged(NamedTuple):
+    """Another group's state, copied and hashed before the quorum in which it is taken over.
+
+    Attributes:
+        name: Its name, see ``STATE_NAME``.
+        numbers: Those of each fragment.
+        digests: Those of each fragment, see ``GlobalState.fragment_digests``.
+    """
+
+    name: str
+    numbers: list[Numbers]
+    digests: list[str]
 
 
 class GlobalState:
@@ -51,10 +65,7 @@ class GlobalState:
         self._is_in_outer_step = False
         self._num_changes = 0
         self._digests: tuple[Hashable, list[str]] = None, []
-        self._staged: tuple[object, list[Staged], list[str]]
-        """A state that was fetched from another group, its copy, and the digests of its
-        fragments."""
-        self.forget_staged()
+        self._staged: Staged | None = None
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.ledger = Ledger(len(fragments))
@@ -209,23 +220,27 @@ class GlobalState:
             fragment.follow(*numbers)
 
     def stage(self, state_dict: dict[str, Any]) -> None:
-        """Copy and hash another group's state now, so that ``take_over`` of this object need not.
+        """Copy and hash another group's state now, so that ``take_over`` need not.
 
         A joiner does this before its quorum, in which all groups wait for it. The state itself does
-        not change: there may be no quorum, or one that heals from a later state. A state that does
-        not fit is ignored here: the quorum or ``take_over`` says why.
+        not change: there may be no quorum, or one that heals from a later state, of another name. A
+        state that does not fit is ignored here: the quorum or ``take_over`` says why.
+
+        Args:
+            state_dict: As for ``take_over``, with a name (``STATE_NAME``).
         """
         self.forget_staged()  # frees its memory before the next one is allocated
         saved = state_dict["fragments"]
         try:
-            staged = [stage(*pair) for pair in zip(self._fragments, saved, strict=True)]
+            numbers = [copy_numbers(*pair) for pair in zip(self._fragments, saved, strict=True)]
         except ValueError:
             return
-        self._staged = state_dict, staged, [digest_of(each["theta"]) for each in saved]
+        digests = [digest_of(each["theta"]) for each in saved]
+        self._staged = Staged(state_dict[STATE_NAME], numbers, digests)
 
     def forget_staged(self) -> None:
         """Drop what ``stage`` has prepared, and free its memory."""
-        self._staged = None, [], []
+        self._staged = None
 
     def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
         """Load what ``state_dict`` returned in another group.
@@ -233,15 +248,17 @@ class GlobalState:
         Raises:
             SettingsMismatch: That group has other settings, or another model.
         """
+        staged = self._staged
+        if staged is not None and staged.name != state_dict.get(STATE_NAME):
+            staged = None  # the others have committed since
         with self.changing():
             theirs = dict(state_dict["settings"])
             compare_fingerprints(self.fingerprint, theirs, whose)
-            self._load(state_dict, keeps_hyperparameters=False)
+            self._load(state_dict, None if staged is None else staged.numbers)
             self.fingerprint = theirs
             self.was_healed = True
-        staged_from, _, digests = self._staged
-        if staged_from is state_dict:
-            self._digests = self.version, digests
+        if staged is not None:
+            self._digests = self.version, staged.digests
         self.forget_staged()
 
     def resume(self, state_dict: dict[str, Any]) -> None:
@@ -261,18 +278,23 @@ class GlobalState:
             )
             pairs = zip(self._fragments, state_dict["fragments"], strict=True)
             own = [cut(fragment, saved) for fragment, saved in pairs]
-            self._load(state_dict | {"fragments": own}, keeps_hyperparameters=has_other_outer)
+            state = state_dict | {"fragments": own}
+            self._load(state, keeps_hyperparameters=has_other_outer)
             # Peers that also resume may have another checkpoint of the same outer step: compare
             # digests.
             self.compare_next = True
 
-    def _load(self, state_dict: dict[str, Any], *, keeps_hyperparameters: bool) -> None:
-        staged_from, staged, _ = self._staged
-        memory = staged if staged_from is state_dict else [None] * len(self._fragments)
-        for fragment, saved, own in zip(
-            self._fragments, state_dict["fragments"], memory, strict=True
-        ):
-            load_outer_state(fragment, saved, own, keeps_hyperparameters=keeps_hyperparameters)
+    def _load(
+        self,
+        state_dict: dict[str, Any],
+        copied: list[Numbers] | None = None,
+        *,
+        keeps_hyperparameters: bool = False,
+    ) -> None:
+        none: list[Numbers] = [None] * len(self._fragments)
+        parts = zip(self._fragments, state_dict["fragments"], copied or none, strict=True)
+        for fragment, saved, numbers in parts:
+            load_outer_state(fragment, saved, numbers, keeps_hyperparameters=keeps_hyperparameters)
         self.outer_step = state_dict["outer_step"]
         self.ledger.load_rows(state_dict["ledger"])
 
@@ -295,7 +317,7 @@ def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str,
         return tree_map_only(Tensor, take, state)
 
 
-def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
+def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Numbers:
     """Copy what ``outer_state`` returned in another group.
 
     Raises:
@@ -313,7 +335,7 @@ def stage(globals_: GlobalParameters, state: Mapping[str, Any]) -> Staged:
 def load_outer_state(
     globals_: GlobalParameters,
     state: Mapping[str, Any],
-    staged: Staged = None,
+    copied: Numbers = None,
     *,
     keeps_hyperparameters: bool = False,
 ) -> None:
@@ -322,17 +344,17 @@ def load_outer_state(
     Args:
         globals_: The global parameters of the same fragment.
         state: What ``outer_state`` returned.
-        staged: What ``stage`` has made of it. The fragment continues in its memory.
+        copied: What ``copy_numbers`` has made of it. The fragment continues in its memory.
         keeps_hyperparameters: Keep this optimizer's own learning rate, momentum, ...
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
     """
     _check(state, globals_.tensors)
-    if staged is None:
+    if copied is None:
         _copy(state, globals_, globals_.theta.values(), globals_.momenta)
     else:
-        globals_.move_to(*staged)
+        globals_.move_to(*copied)
     for name, value in globals_.copied.values.items():
         value.copy_(state["theta"][name])
     theirs = globals_.optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]

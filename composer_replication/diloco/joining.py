@@ -12,7 +12,7 @@ from composer_replication.diloco.flat_chunks import Chunk
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.retry import StartBarrier
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import STATE_NAME, DiLoCoManager
 from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
@@ -77,13 +77,13 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
 
 def _prepare(loop: OuterLoop) -> None:
     """Do what takes time in a join before the quorum, in which all groups would wait for it."""
-    staged = None
+    staged = ""
     for _ in range(PREPARATIONS):
         fetched = loop.manager.fetched_state()
-        if fetched is None or fetched is staged:  # the others have not synced meanwhile
+        if fetched is None or fetched[STATE_NAME] == staged:  # the others have not synced meanwhile
             return
         loop.state.stage(fetched)
-        staged = fetched
+        staged = fetched[STATE_NAME]
         for fragment in loop.fragments:
             fragment.mean.touch_memory()
 

@@ -17,6 +17,10 @@ HEAL_STATE = "diloco"
 """Key under which DiLoCo registers the global state with ``Manager.register_state_dict_fn``. It is
 the large part of what a joiner fetches, so ``replica.heal`` also serves it before a quorum."""
 
+STATE_NAME = "sha256"
+"""Key under which a global state that was downloaded has its name, the SHA-256 of its bytes. What a
+joiner has prepared for a state serves for every state of the same name."""
+
 
 class DiLoCoManager(Protocol):
     """What DiLoCo needs of a manager: a part of torchft's ``Manager``, and what that lacks.
@@ -78,8 +82,7 @@ class DiLoCoManager(Protocol):
     def fetched_state(self) -> dict[str, Any] | None:
         """The global state that was fetched before the first quorum; None if there is none.
 
-        It is a newer one if the others have synced since. If the donor still has that state in the
-        quorum, the heal gets this very object.
+        It is a newer one if the others have synced since. ``STATE_NAME`` is in it.
         """
         ...
 

@@ -10,6 +10,7 @@ from torch import nn
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
+from composer_replication.diloco.torchft_api import STATE_NAME
 from composer_replication.settings import FIXED, DiLoCoSettings, SettingsMismatch
 
 CPU = torch.device("cpu")
@@ -48,6 +49,11 @@ class State(GlobalState):
         return [fragment.flat.tolist() for fragment in self.fragments]
 
 
+def downloaded(state, name="the first"):
+    """A state as a joiner has downloaded it: of another name, and of other bytes, at each step."""
+    return state | {STATE_NAME: name}
+
+
 @pytest.fixture(params=OUTER)
 def outer(request):
     return OUTER[request.param]
@@ -67,7 +73,8 @@ def joiner(outer):
 
 
 def test_a_heal_from_a_staged_state_is_that_from_any_other(donor, joiner, outer):
-    plain, sent, before = State(2, outer), donor.state_dict(copies=False), joiner.numbers()
+    plain, before = State(2, outer), joiner.numbers()
+    sent = downloaded(donor.state_dict(copies=False))
     joiner.stage(sent)
     assert joiner.numbers() == before and joiner.outer_step == 0
     for _ in range(2):  # the second heal is from what it is given
@@ -83,13 +90,14 @@ def test_a_heal_from_a_staged_state_is_that_from_any_other(donor, joiner, outer)
 
 
 def test_the_heal_copies_and_hashes_nothing(donor, joiner, monkeypatch):
-    sent, digests = donor.state_dict(), donor.fragment_digests()
-    joiner.stage(sent)
-    for saved in sent["fragments"]:
+    digests = donor.fragment_digests()
+    joiner.stage(downloaded(donor.state_dict()))
+    again = downloaded(donor.state_dict())  # of the same name
+    for saved in again["fragments"]:
         for tensor in saved["theta"].values():
             tensor.fill_(float("nan"))  # whatever is copied now is wrong
     monkeypatch.setattr("composer_replication.diloco.global_state.digest_of", None)
-    joiner.take_over(sent, "a test")
+    joiner.take_over(again, "a test")
     assert joiner.fragment_digests() == digests
     monkeypatch.undo()
     assert joiner.numbers() == donor.numbers()
@@ -98,10 +106,12 @@ def test_the_heal_copies_and_hashes_nothing(donor, joiner, monkeypatch):
     assert joiner.fragment_digests() == donor.fragment_digests() != digests
 
 
-def test_a_later_state_is_taken_over_as_if_nothing_had_been_staged(donor, joiner):
-    joiner.stage(donor.state_dict())
+@pytest.mark.parametrize("has_name", [True, False])  # torchft's own manager gives none
+def test_a_later_state_is_taken_over_as_if_nothing_had_been_staged(donor, joiner, has_name):
+    joiner.stage(downloaded(donor.state_dict()))
     donor.take_outer_step()
-    joiner.take_over(donor.state_dict(), "a test")
+    later = donor.state_dict()
+    joiner.take_over(downloaded(later, "the second") if has_name else later, "a test")
     donor.take_outer_step()
     joiner.take_outer_step()
     assert joiner.numbers() == donor.numbers()
@@ -110,7 +120,7 @@ def test_a_later_state_is_taken_over_as_if_nothing_had_been_staged(donor, joiner
 
 def test_of_another_model_nothing_is_staged_and_the_heal_says_so(donor, outer):
     joiner = State(1, outer, model="another model")
-    sent = donor.state_dict()
+    sent = downloaded(donor.state_dict())
     for saved in sent["fragments"]:
         saved["theta"].clear()
     joiner.stage(sent)
@@ -119,7 +129,7 @@ def test_of_another_model_nothing_is_staged_and_the_heal_says_so(donor, outer):
 
 
 def test_a_state_without_a_tensor_is_left_to_the_heal_too(donor, joiner):
-    sent, before = donor.state_dict(), joiner.numbers()
+    sent, before = downloaded(donor.state_dict()), joiner.numbers()
     del sent["fragments"][1]["theta"]["third"]
     joiner.stage(sent)
     assert joiner.numbers() == before

@@ -85,8 +85,8 @@ class Prefetch:
         """Return the state that was downloaded, or another one if the peers have committed since.
 
         Call it right before the quorum, and prepare what it returns; that takes time, so call it
-        again until it returns the same object. None if nothing was downloaded. It gives up if the
-        peers commit again before a state is prepared that was fetched right after a commit.
+        again until it returns a state of the same name. None if nothing was downloaded. It gives up
+        if the peers commit again before a state is prepared that was fetched right after a commit.
 
         Raises:
             PeerError: See ``fetch``.
@@ -96,7 +96,7 @@ class Prefetch:
             is_right_after = self._wait_for_commit(self._donor, time.monotonic() - self._began)
             self.fetch(follows_commit=is_right_after)
             self._is_too_slow = is_right_after  # if that is overtaken too
-        return self._transport.fetched_state()
+        return self._transport.downloaded_state
 
     def _is_overtaken(self) -> bool:
         """Whether the peers will have another state in their next quorum."""

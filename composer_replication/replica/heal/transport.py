@@ -4,7 +4,7 @@ torchft's own ``HTTPTransport`` unpickles whatever the peer sends. It advertises
 name, whatever ``hostname`` is. And it serves only while the donor waits in a quorum, so that a slow
 download stops all groups.
 
-Here the state has a name, its SHA-256. A joiner may fetch the state before it asks for a quorum. In
+Here the state has a name, its SHA-256. A joiner downloads the state before it asks for a quorum. In
 the quorum it then needs only the name, and sees that it has this state already (ADR-011).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torchft.checkpointing.transport import CheckpointTransport
 
-from composer_replication.diloco.torchft_api import HEAL_STATE
+from composer_replication.diloco.torchft_api import HEAL_STATE, STATE_NAME
 from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.donor import (
     Donor,
@@ -32,6 +33,19 @@ from composer_replication.replica.peer_client import PeerClient, PeerError
 from composer_replication.replica.peer_server import PeerServer
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Download:
+    """A global state that was downloaded.
+
+    Attributes:
+        body: Its bytes. The next download may be written into this memory.
+        state: The same as tensors, views of ``body``, and containers, with its name.
+    """
+
+    body: memoryview
+    state: dict[str, Any]
 
 
 class HealTransport(CheckpointTransport[dict[str, Any]]):
@@ -49,15 +63,14 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
 
     Attributes:
         serve: ``Donor.serve``.
-        downloads: The states that have been fetched and not loaded yet, by name.
+        downloaded: The newest global state of a peer, until a heal has taken it over.
     """
 
     def __init__(self, server: PeerServer, timeout: float, name: str = "") -> None:
         self._client = PeerClient(server.tokens, name, timeout)
         self._donor = Donor(timeout)
         self.serve = self._donor.serve
-        self.downloads: dict[str, memoryview] = {}
-        self._loaded: Any = None
+        self.downloaded: Download | None = None
         self._server = server
         server.answers |= self._donor.answers
 
@@ -92,7 +105,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         return Offer.read(answer, address)
 
     def download(self, address: str, state: Part, deadline: float) -> None:
-        """Download a global state, into the memory of the download before, which it replaces.
+        """Download a global state. It replaces the one before, in the same memory if it fits.
 
         Args:
             address: The address of the donor's server.
@@ -100,10 +113,13 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             deadline: When it must have arrived, by ``time.monotonic``.
 
         Raises:
-            PeerError: The state does not arrive in time, or has another hash.
+            PeerError: The state does not arrive in time, has another hash, or is no state.
         """
-        body = self._fetch(address, state, deadline, self.forget_download())
-        self.downloads = {state.name: body}
+        before = self.downloaded
+        self.downloaded = None
+        body = self._fetch(address, state, deadline, None if before is None else before.body)
+        content = _load(body)
+        self.downloaded = Download(body, content | {STATE_NAME: state.name})
 
     def _fetch(
         self, address: str, part: Part, deadline: float, into: memoryview | None = None
@@ -115,23 +131,10 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             raise PeerError(f"{address} sent a state that is damaged: {len(into)} bytes")
         return into
 
-    def forget_download(self) -> memoryview | None:
-        """Drop what has been downloaded, and return its memory for the next download."""
-        bodies, self.downloads, self._loaded = list(self.downloads.values()), {}, None
-        return bodies[0] if bodies else None
-
-    def fetched_state(self) -> Any:
-        """The global state that has been downloaded; None if there is none.
-
-        If a quorum's state is the same, ``recv_checkpoint`` gives this very object.
-
-        Raises:
-            PeerError: A peer has sent something else than a state.
-        """
-        if self._loaded is None:
-            for body in self.downloads.values():
-                self._loaded = _load(body)
-        return self._loaded
+    @property
+    def downloaded_state(self) -> dict[str, Any] | None:
+        """The global state that has been downloaded; None if there is none."""
+        return None if self.downloaded is None else self.downloaded.state
 
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
@@ -149,9 +152,10 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """
         del src_rank
         limit_s = timeout.total_seconds()
-        num_bytes = sum(map(len, self.downloads.values()))
-        if not num_bytes:
+        if self.downloaded is None:
             num_bytes = self.ask(metadata, "latest", limit_s=limit_s).num_bytes
+        else:
+            num_bytes = len(self.downloaded.body)
         answer_s = answer_limit_s(limit_s, num_bytes)
         offer = self.ask(metadata, "offer", str(step), limit_s=answer_s)
         state = offer.state
@@ -163,11 +167,12 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
         rest = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rest)
-        if state.name not in self.downloads:
-            # The peers have committed since the download: fetch again, into the same memory.
+        downloaded = self.downloaded_state
+        if downloaded is None or downloaded[STATE_NAME] != state.name:
+            # The peers have committed since the download: once more, into the same memory.
             self.download(metadata, state, deadline)
-        rest["user"][HEAL_STATE] = self.fetched_state()
-        self.forget_download()
+        rest["user"][HEAL_STATE] = self.downloaded_state
+        self.downloaded = None
         log.info(
             "Took the global state of manager step %d from %s: %d bytes, sha256 %s",
             step,

@@ -58,7 +58,7 @@ class Group:
     def fetch(self, donor, offer):
         address, deadline = donor.transport.metadata(), time.monotonic() + WAIT_S
         self.transport.download(address, offer.state, deadline)
-        return self.transport.downloads[offer.state.name]
+        return self.transport.downloaded.body
 
     def fetch_ahead(self, donor):
         self.fetch(donor, self.ask(donor, "copy"))
@@ -314,7 +314,7 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(
 
     def heal():
         donor.commit()
-        joiner.transport.downloads.clear()
+        joiner.transport.downloaded = None
         donor.enter_quorum()
         return joiner.heal(donor, limit)
 

@@ -17,6 +17,7 @@ import torch
 from scripted_state import ScriptedState
 from strange_servers import strange_server
 
+from composer_replication.diloco.torchft_api import STATE_NAME
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.heal import prefetch
 from composer_replication.replica.heal.transport import HealTransport
@@ -57,7 +58,7 @@ def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(
     has_quorum((4, honest.metadata()), (10**6, address))
     fetch_ahead(joiner)
     assert answers == [{"error": "rejected"}]
-    assert len(joiner.downloads) == 1  # from the honest donor
+    assert joiner.downloaded is not None  # from the honest donor
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999999", "[bad:1", "", "127.0.0.1\r\nX: y:80"])
@@ -67,7 +68,7 @@ def test_a_stranger_s_odd_address_does_not_end_a_joiner(
     honest, joiner = donor(), transports()
     has_quorum((4, honest.metadata()), (10**6, address))
     fetch_ahead(joiner)
-    assert len(joiner.downloads) == 1
+    assert joiner.downloaded is not None
 
 
 def test_a_donor_that_fails_in_the_middle_is_followed_by_the_next(
@@ -79,7 +80,7 @@ def test_a_donor_that_fails_in_the_middle_is_followed_by_the_next(
     failing, honest, joiner = donor(fail, 5), donor(), transports()
     has_quorum((5, failing.metadata()), (4, honest.metadata()))
     fetch_ahead(joiner, timeout=0.6)
-    assert len(joiner.downloads) == 1
+    assert joiner.downloaded is not None
     assert f"No global state from {failing.metadata()}: " in caplog.text
     has_quorum((5, failing.metadata()))
     message = "1 replica groups .* could not be fetched from any. The last error: "
@@ -102,7 +103,7 @@ def test_a_donor_that_goes_while_it_is_asked_is_no_reason_to_fail(
     going.serve(lambda: 4, ScriptedState(go))
     has_quorum((4, going.metadata()), (0, "127.0.0.1:1"))
     fetch_ahead(joiner)
-    assert joiner.downloads == {} and joiner.fetched_state() is None
+    assert joiner.downloaded is None
 
 
 # ---- beside the others' syncs --------------------------------------------------------------------
@@ -153,7 +154,8 @@ def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(
     sent = {"user": {"diloco": STATE | {"outer_step": 5}}, "torchft": {"step": 5}}
     training.donor.send_checkpoint([1], 5, sent, timedelta(seconds=10))
     received = joiner.recv_checkpoint(0, training.donor.metadata(), 5, timedelta(seconds=10))
-    assert received["user"]["diloco"] is second
+    healed = received["user"]["diloco"]
+    assert healed is second and healed[STATE_NAME] != first[STATE_NAME]
 
 
 def test_a_state_whose_donor_has_left_is_still_one_to_prepare(
@@ -201,7 +203,7 @@ def test_a_slow_joiner_leaves_with_the_figures_if_it_would_hold_up_the_others(
     joiner = transports()
     if not commits:  # the others sync more slowly still
         fetch_ahead(joiner, timeout=2.0)
-        assert joiner.downloads
+        assert joiner.downloaded
         return
     with pytest.raises(PeerError, match=r"takes \d\.\d s .* this group leaves. Use a faster link"):
         fetch_ahead(joiner, timeout=2.0)
