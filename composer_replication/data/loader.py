@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.data.sample_stream import LeaseSource, StreamPosition, StreamReader
-from composer_replication.diloco.equal_samples import digest_of
+from composer_replication.diloco.equal_samples import digest_of_samples
 from composer_replication.replica.ranks import rank, world_size
 
 
@@ -221,7 +221,7 @@ def _content_of(samples: Dataset[Any], length: int, num_workers: int) -> str:
         samples,
         batch_size=len(picked),
         sampler=picked * 2,
-        collate_fn=digest_of,
+        collate_fn=digest_of_samples,
         num_workers=min(num_workers, 1),
         generator=torch.Generator(),
     )

@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, Subset
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
-from composer_replication.diloco.equal_samples import digest_of
+from composer_replication.diloco.equal_samples import digest_of_samples
 from composer_replication.options import ReplicaOptions, replica_id_of
 
 LeaseSource = Callable[[int, int], Lease]
@@ -257,10 +257,12 @@ def _order_of(dataset: Any) -> str:
     """A digest of samples here and there; empty if they differ when they are read again."""
     if isinstance(dataset, IterableDataset):  # reading it may take long: how it is shuffled
         parts = _parts_of(dataset)
-        return digest_of([part.generator for part in parts if hasattr(part, "generator")])
+        return digest_of_samples([part.generator for part in parts if hasattr(part, "generator")])
     last = len(dataset) - 1
     with contextlib.suppress(Exception):  # what cannot be read fails where it is trained on
         numbers = sorted({0, last // 2, last})
-        first, again = (digest_of([last, *map(dataset.__getitem__, numbers)]) for _ in range(2))
+        first, again = (
+            digest_of_samples([last, *map(dataset.__getitem__, numbers)]) for _ in range(2)
+        )
         return first if first == again else ""
     return ""

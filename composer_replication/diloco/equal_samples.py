@@ -30,7 +30,7 @@ class FirstBatches:
     def note(self, batch: Any) -> None:
         """Add a batch, if it is one of the first ``NUM_BATCHES``."""
         if self._digests is not None and len(self._digests) < NUM_BATCHES:
-            self._digests.append(digest_of(batch))
+            self._digests.append(digest_of_samples(batch))
 
     def number(self) -> int:
         """Return a number above 0 for the content of all of them; 0 if there is nothing to compare.
@@ -39,7 +39,7 @@ class FirstBatches:
         """
         if not self._digests or not all(self._digests):
             return 0
-        return as_number(digest_of(self._digests))
+        return as_number(digest_of_samples(self._digests))
 
     def were_compared(self) -> None:
         """Note no more batches: later the groups are at different positions."""
@@ -51,7 +51,7 @@ def as_number(digest: str) -> int:
     return int(digest[:15], 16) + 1
 
 
-def digest_of(samples: Any) -> str:
+def digest_of_samples(samples: Any) -> str:
     """SHA-256, in hex, of the content of samples. It is the same in every process and machine.
 
     Args:

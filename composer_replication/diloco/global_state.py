@@ -88,7 +88,7 @@ class GlobalState:
         With shares or shards it is a collective of the ranks. With shards it is the SHA-256 over
         the digests of the ranks' shards, in the order of the ranks.
         """
-        return self._fragments[0].shards.digest(digest_of(self.parameters()))
+        return self._fragments[0].shards.digest(digest_of_tensors(self.parameters()))
 
     def digest_is_due(self, every: int) -> bool:
         """Whether digests are compared at this outer step: at every ``every``-th one; 0: never."""
@@ -117,7 +117,7 @@ class GlobalState:
         """
         version = self.version
         if self._digests[0] != version:
-            digests = [digest_of(fragment.tensors) for fragment in self._fragments]
+            digests = [digest_of_tensors(fragment.tensors) for fragment in self._fragments]
             if self.version != version:
                 # This is a thread that serves joiners, and an outer step has come between.
                 return digests
@@ -235,7 +235,7 @@ class GlobalState:
             numbers = [copy_numbers(*pair) for pair in zip(self._fragments, saved, strict=True)]
         except ValueError:
             return
-        digests = [digest_of(each["theta"]) for each in saved]
+        digests = [digest_of_tensors(each["theta"]) for each in saved]
         self._staged = Staged(state_dict[STATE_NAME], numbers, digests)
 
     def forget_staged(self) -> None:
@@ -430,7 +430,7 @@ def _check(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
 # ---- by name
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
+def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256, in hex, over the bytes of tensors in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):

@@ -14,7 +14,7 @@ import psutil
 
 from composer_replication.diloco.algorithm import DiLoCo, SyncReport
 from composer_replication.diloco.fragments import persistent_buffers
-from composer_replication.diloco.global_state import digest_of
+from composer_replication.diloco.global_state import digest_of_tensors
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import (
@@ -228,7 +228,7 @@ class Reports:
             "outer_steps": outer_steps,
             "global_digest": diloco.global_digest(),
             "final_loss": self.final_loss,
-            "own_buffers": {name: digest_of({name: b})[:8] for name, b in buffers.items()},
+            "own_buffers": {name: digest_of_tensors({name: b})[:8] for name, b in buffers.items()},
             "failure": why_nothing_was_learned(outer_steps, inner_steps, self.fruitless),
         }
 

@@ -19,7 +19,7 @@ from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.wire_types import Lease
 from composer_replication.coordinator.work_units import WorkUnits
 from composer_replication.data.sample_stream import FixedShards, StreamPosition
-from composer_replication.diloco.equal_samples import MAX_NUMBERS, NUM_BATCHES, digest_of
+from composer_replication.diloco.equal_samples import MAX_NUMBERS, NUM_BATCHES, digest_of_samples
 from composer_replication.simulation.simulation import Fault
 
 SAMPLES = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
@@ -169,9 +169,9 @@ def test_a_digest_is_that_of_the_content_alone():
         "array": np.ones(4)[::2],
         "number": np.float32(1),
     }
-    assert digest_of(batch) == digest_of(same)
+    assert digest_of_samples(batch) == digest_of_samples(same)
     # Known to the digit, since groups on different machines compare it.
-    assert digest_of(batch)[:16] == "31ee777ba0f1ccf3"
+    assert digest_of_samples(batch)[:16] == "31ee777ba0f1ccf3"
     others = [
         batch | {"x": image + 1},
         batch | {"x": image.view(2, 12)},
@@ -181,27 +181,27 @@ def test_a_digest_is_that_of_the_content_alone():
         collections.UserDict(batch),
         [*batch.values()],
     ]
-    assert len({digest_of(each) for each in [batch, *others]}) == 1 + len(others)
+    assert len({digest_of_samples(each) for each in [batch, *others]}) == 1 + len(others)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.complex64])
 def test_every_type_of_number_has_a_digest(dtype):
     one, zero = (torch.tensor(value, dtype=dtype) for value in (1, 0))
-    assert digest_of(one) != digest_of(zero) != ""
-    assert digest_of(torch.ones(0, dtype=dtype)) != digest_of(one)
+    assert digest_of_samples(one) != digest_of_samples(zero) != ""
+    assert digest_of_samples(torch.ones(0, dtype=dtype)) != digest_of_samples(one)
 
 
 def test_only_the_beginning_of_a_large_tensor_is_copied():
     large = torch.zeros(MAX_NUMBERS + 1)
-    digest = digest_of(large)
+    digest = digest_of_samples(large)
     large[-1] = 1
-    assert digest_of(large) == digest
+    assert digest_of_samples(large) == digest
     large[MAX_NUMBERS - 1] = 1
-    assert digest_of(large) != digest
+    assert digest_of_samples(large) != digest
 
 
 def test_what_cannot_be_pickled_is_never_equal():
-    assert digest_of([lambda: 0]) == ""
+    assert digest_of_samples([lambda: 0]) == ""
     assert found(2, lambda *group: itertools.repeat([lambda: 0])) == [[], []]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from composer_replication import simulate
 from composer_replication.diloco.fragments import synced_tensors
-from composer_replication.diloco.global_state import digest_of
+from composer_replication.diloco.global_state import digest_of_tensors
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
 
@@ -119,7 +119,7 @@ def test_batch_norm_ends_alike_in_all_groups(wire_format):
             nn.functional.mse_loss(model(x + group.id), y).backward()
             group.inner.step()
         group.end()
-        digest = digest_of(model.state_dict())
+        digest = digest_of_tensors(model.state_dict())
         assert digest == group.diloco.global_digest()
         assert model[1].running_mean.abs().sum() > 0.01
         return digest, int(model[1].num_batches_tracked)

@@ -43,7 +43,7 @@ class Part(NamedTuple):
     """A part of a donor's state.
 
     Attributes:
-        name: Its SHA-256, by ``state_bytes.digest``.
+        name: Its SHA-256, by ``state_bytes.digest_of_bytes``.
         num_bytes: Its size.
     """
 
@@ -203,7 +203,7 @@ class Donor:
         """
         # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
         body = [memoryview(b"".join(state_bytes.dump(rest)))]
-        part = Part(state_bytes.digest(body), len(body[0]))
+        part = Part(state_bytes.digest_of_bytes(body), len(body[0]))
         version = object() if self._source is None else self._source.version
         with self._lock:
             self._quorum = _Quorum(step, version, state, part, body)
@@ -255,7 +255,7 @@ class Donor:
         """The name and size of a version of the state. The caller holds ``_making``."""
         if self._named[0] != version:
             parts = body()
-            part = Part(state_bytes.digest(parts), sum(map(len, parts)))
+            part = Part(state_bytes.digest_of_bytes(parts), sum(map(len, parts)))
             self._named = version, part
         return self._named[1]
 

@@ -113,21 +113,21 @@ def load(body: memoryview) -> Any:
     return tree_map(lambda leaf: next(parts) if isinstance(leaf, Tensor) else leaf, content)
 
 
-def digest(parts: Sequence[memoryview]) -> str:
+def digest_of_bytes(parts: Sequence[memoryview]) -> str:
     """Hash a state: the SHA-256 of the SHA-256s of its chunks, so that all cores can work at it.
 
     Args:
         parts: The bytes. How they are divided into parts makes no difference.
     """
 
-    def digest_of(chunk: list[memoryview]) -> bytes:
+    def sha256_of(chunk: list[memoryview]) -> bytes:
         sha256 = hashlib.sha256()
         for part in chunk:
             sha256.update(part)
         return sha256.digest()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return hashlib.sha256(b"".join(pool.map(digest_of, _cut(parts)))).hexdigest()
+        return hashlib.sha256(b"".join(pool.map(sha256_of, _cut(parts)))).hexdigest()
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:

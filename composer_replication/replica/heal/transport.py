@@ -127,7 +127,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         if into is None or len(into) != part.num_bytes:
             into = state_bytes.memory(part.num_bytes)  # expensive for a large state
         self._client.fetch(address, "state", part.name, deadline=deadline, into=into)
-        if state_bytes.digest([into]) != part.name:
+        if state_bytes.digest_of_bytes([into]) != part.name:
             raise PeerError(f"{address} sent a state that is damaged: {len(into)} bytes")
         return into
 

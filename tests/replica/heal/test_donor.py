@@ -92,7 +92,7 @@ def before_body(monkeypatch):
 @pytest.fixture
 def before_hash(monkeypatch):
     """Has a function called before the donor or a joiner hashes the large state."""
-    digest = state_bytes.digest
+    digest = state_bytes.digest_of_bytes
 
     def call_before(act):
         def first_act(parts):

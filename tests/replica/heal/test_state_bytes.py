@@ -8,7 +8,7 @@ import torch
 from composer_replication.replica.heal.state_bytes import (
     HASH_CHUNK,
     NotAState,
-    digest,
+    digest_of_bytes,
     dump,
     load,
     memory,
@@ -46,7 +46,7 @@ def test_the_digest_is_that_of_the_bytes_however_they_are_divided():
         for size in sizes:
             parts.append(body[start : start + size])
             start += size
-        assert digest([*parts, body[start:]]) == digest([body])
+        assert digest_of_bytes([*parts, body[start:]]) == digest_of_bytes([body])
 
 
 def test_what_is_dumped_is_no_copy():
@@ -58,12 +58,12 @@ def test_what_is_dumped_is_no_copy():
 
 def test_each_byte_of_every_piece_counts():
     body = memory(2 * HASH_CHUNK + 3)
-    before = digest([body])
+    before = digest_of_bytes([body])
     for place in (0, HASH_CHUNK - 1, HASH_CHUNK, 2 * HASH_CHUNK + 2):
         body[place] = 1
-        assert digest([body]) != before
+        assert digest_of_bytes([body]) != before
         body[place] = 0
-    assert digest([body]) == before
+    assert digest_of_bytes([body]) == before
 
 
 def test_what_is_loaded_is_no_copy():
@@ -105,6 +105,6 @@ def test_a_copy_has_the_same_bytes_in_memory_of_its_own():
     parts = dump(state)
     [body] = dump(state, copies=True)
     assert bytes(body) == b"".join(parts)
-    assert digest([body]) == digest(parts)
+    assert digest_of_bytes([body]) == digest_of_bytes(parts)
     state["a"] += 1
     assert torch.equal(load(body)["a"], torch.arange(7.0))
