@@ -18,7 +18,7 @@ from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
-from composer_replication.group.reports import Reports, rejections
+from composer_replication.group.reports import Reporter, rejections
 from composer_replication.group.run_folder import SAVED, WARNING, ReplicaFolder
 from composer_replication.options import ReplicaEnv, ReplicaOptions, SyncKeywords
 from composer_replication.replica.ranks import rank
@@ -63,7 +63,7 @@ class DiLoCo(algorithm.DiLoCo):
     # would write.
     __doc__ = algorithm.DiLoCo.__doc__
 
-    _reports: Reports | None = None
+    _reporter: Reporter | None = None
     _num_reported = 0
 
     @shows(DiLoCoKeywords)
@@ -105,8 +105,8 @@ class DiLoCo(algorithm.DiLoCo):
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
-        if self._reports is not None:
-            self._reports.folder.append(SAVED, {"batch": self.inner_steps})
+        if self._reporter is not None:
+            self._reporter.folder.append(SAVED, {"batch": self.inner_steps})
         return super().state_dict(copies=copies)
 
     def __enter__(self) -> DiLoCo:
@@ -116,18 +116,18 @@ class DiLoCo(algorithm.DiLoCo):
             super().__enter__()
             return self
         has_steps = self.inner_steps or self.outer_step
-        is_resumed = bool(has_steps and self._reports is None)  # it is the first part of the loop
+        is_resumed = bool(has_steps and self._reporter is None)  # it is the first part of the loop
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
         fragments = self._model_fragments
         model = fragments if isinstance(fragments, nn.Module) else nn.ModuleList(fragments)
         host = PlainLoop(self, model)
-        self._reports = reports = Reports(folder, self.settings, host)
-        reports.settings("")
+        self._reporter = reporter = Reporter(folder, self.settings, host)
+        reporter.settings("")
         if env.coordinator_addr is not None:
             said = f"a loop of your own names its settings itself: {self.settings}"
             folder.append(WARNING, {"warning": f"{said}; those of the command do not reach it"})
-        reports.position("joining", self)
+        reporter.position("joining", self)
         with rejections(own):
             if not is_resumed and self._start_refusal is None:
                 self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
@@ -136,15 +136,15 @@ class DiLoCo(algorithm.DiLoCo):
             except (RuntimeError, OSError) as error:
                 folder.write_error(error)
                 raise
-        reports.joined(self, self._outer.manager, is_resumed)
+        reporter.joined(self, self._outer.manager, is_resumed)
         self._report("training")
         return self
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
         error = raised[1] if raised else None
-        if self._reports is not None and error is not None:
-            self._reports.folder.write_error(error)
+        if self._reporter is not None and error is not None:
+            self._reporter.folder.write_error(error)
         return super().__exit__(*raised)
 
     def _step_post_hook(self, *step: Any) -> None:
@@ -154,8 +154,8 @@ class DiLoCo(algorithm.DiLoCo):
     def final_sync(self) -> None:
         super().final_sync()
         self._report("evaluating")
-        if self._reports is not None:
-            self._reports.folder.write_end(self._reports.result(self))
+        if self._reporter is not None:
+            self._reporter.folder.write_end(self._reporter.result(self))
 
     def pop_finished_syncs(self) -> list[SyncReport]:
         """The syncs committed since the last call, oldest first."""
@@ -164,11 +164,11 @@ class DiLoCo(algorithm.DiLoCo):
 
     def _report(self, phase: str) -> None:
         """Write new syncs and the position in training to the group's folder, if it has one."""
-        if self._reports is None:
+        if self._reporter is None:
             return
         syncs = self._outer.reports[self._num_reported :]
         self._num_reported += len(syncs)
         if syncs:
-            self._reports.synced(syncs, self._outer.manager)
-        if syncs or self._reports.is_due(phase):
-            self._reports.position(phase, self)
+            self._reporter.synced(syncs, self._outer.manager)
+        if syncs or self._reporter.is_due(phase):
+            self._reporter.position(phase, self)

@@ -26,7 +26,7 @@ from composer_replication.group.call_watch import when_over
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import GroupKeywords, Host, check_optimizer
-from composer_replication.group.reports import Reports
+from composer_replication.group.reports import Reporter
 from composer_replication.group.run_folder import (
     EVALUATION,
     ReplicaFolder,
@@ -90,7 +90,7 @@ class ReplicaGroup:
         """The metrics of the last evaluation, by name, which become part of the result."""
         self._run: RunInfo | None = None
         self._membership: Membership | None = None
-        self._reports = Reports(ReplicaFolder(None, ""), self.settings, host)  # before a fit
+        self._reporter = Reporter(ReplicaFolder(None, ""), self.settings, host)  # before a fit
         self.continuation = Continuation(host)
         self.generators = Generators()
         self._received: tuple[dict[str, Any], bool] | None = None
@@ -156,8 +156,8 @@ class ReplicaGroup:
             self.continuation.begin(self.settings)
             run_dir = None if rank() else self.options.run_dir
             folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-            self._reports = reports = Reports(folder, self.settings, self.host)
-            reports.settings("" if self._run is None else self._run.settings_source)
+            self._reporter = reporter = Reporter(folder, self.settings, self.host)
+            reporter.settings("" if self._run is None else self._run.settings_source)
             self.diloco = diloco = self._connect(manager)
             diloco.counts_steps = False
             reading = self.continuation.restore(diloco)
@@ -170,16 +170,16 @@ class ReplicaGroup:
                 diloco.global_parameters(),
                 lambda: self.host.averages.are_saved,
             )
-            reports.position("joining", diloco)
+            reporter.position("joining", diloco)
             self._joined.enter_context(diloco)
             self._follow_donor()
-            reports.joined(diloco, self.manager, self.continuation.is_resumed)
+            reporter.joined(diloco, self.manager, self.continuation.is_resumed)
             if self.data is not None:
                 self.data.start()
             self._report("training")
         except BaseException as error:
             if isinstance(error, Exception) and not isinstance(error, ValueError):
-                self._reports.folder.write_error(error)  # a ValueError is a rejection
+                self._reporter.folder.write_error(error)  # a ValueError is a rejection
             self._drop()  # the others wait for this group as long as it sends heartbeats
             raise
 
@@ -291,7 +291,7 @@ class ReplicaGroup:
         if self.data is not None:
             self.data.after_batch()
         self._check_launcher()
-        if not self._report("training") or not broadcast(self._reports.folder.asks_to_stop):
+        if not self._report("training") or not broadcast(self._reporter.folder.asks_to_stop):
             return False
         log.info(
             "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
@@ -328,10 +328,10 @@ class ReplicaGroup:
         if reports:
             if self._membership is not None:
                 self._membership.check()
-            self._reports.synced(reports, self.manager)
-        if reports or self._reports.is_due(phase):
+            self._reporter.synced(reports, self.manager)
+        if reports or self._reporter.is_due(phase):
             done = 0.0 if self.data is None else self.data.done(self.host.epochs)
-            position = self._reports.position(phase, self.diloco, done)
+            position = self._reporter.position(phase, self.diloco, done)
             if self._membership is not None:
                 self._membership.report_progress(position)
         if reports and self.data is not None:
@@ -363,11 +363,11 @@ class ReplicaGroup:
     def note_evaluation(self, metrics: dict[str, float]) -> None:
         """Keep the metrics of an evaluation for the run's folder and the result."""
         self._metrics = metrics
-        self._reports.folder.append(EVALUATION, {"batch": self.host.steps, "eval": metrics})
+        self._reporter.folder.append(EVALUATION, {"batch": self.host.steps, "eval": metrics})
         if self.result and self.diloco is None:
             # A trainer's last evaluation may come after the end of the fit.
             self.result["eval"] = metrics
-            self._reports.folder.write_end(self.result)
+            self._reporter.folder.write_end(self.result)
 
     def state_dict(self) -> dict[str, Any]:
         """This group's part of a checkpoint: empty before training. Under FSDP a collective.
@@ -399,12 +399,12 @@ class ReplicaGroup:
                 self.diloco.final_sync()
             self.continuation.note_left()
         self._report("evaluating")
-        self.result = self._reports.result(self.diloco) | {"eval": self._metrics}
+        self.result = self._reporter.result(self.diloco) | {"eval": self._metrics}
         if self.data is not None:
             self.data.end()
         self._keep()
         self._drop()
-        self._reports.folder.write_end(self.result)
+        self._reporter.folder.write_end(self.result)
         steps, digest = self.result["outer_steps"], self.result["global_digest"][:8]
         if failure := self.result["failure"]:
             log.error("%s", failure)
@@ -443,7 +443,7 @@ class ReplicaGroup:
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
         if error is not None:
-            self._reports.folder.write_error(error)
+            self._reporter.folder.write_error(error)
         self.leave()
         release(self)
         log.warning(
@@ -462,7 +462,7 @@ class ReplicaGroup:
             error: The error that ends the training; None if there is none.
         """
         if error is not None:
-            self._reports.folder.write_error(error)
+            self._reporter.folder.write_error(error)
         self._drop()
         release(self)
         if self.weights is not None:

@@ -43,7 +43,7 @@ REPORT_EVERY_S = 0.1
 each step, has it at each step."""
 
 
-class Reports:
+class Reporter:
     """Reports the course of a group's fit: to the log, the trainer's loggers and the run's folder.
 
     Args:

@@ -27,7 +27,7 @@ from composer_replication.replica.lighthouse import LastingServer, read_status
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
-from composer_replication.replica.quorum import Connection, Report
+from composer_replication.replica.quorum import Connection, MemberReport
 from composer_replication.replica.quorum_member import (
     MissingMembers,
     QuorumDeclined,
@@ -139,7 +139,7 @@ class ReplicaManager(InterruptibleManager):
         """Whether there has been a quorum without a vote yet."""
         self.member = QuorumMember(
             self._store.get(REPLICA_ID_KEY).decode(),
-            Report(
+            MemberReport(
                 manager=self._store.get(MANAGER_ADDR_KEY).decode(),
                 board=server.address,
                 settings={"ranks": self._group_world_size},

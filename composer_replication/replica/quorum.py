@@ -45,7 +45,7 @@ class Connection(NamedTuple):
 
 
 @dataclass
-class Report:
+class MemberReport:
     """What one member of a quorum reports to the others, in the handle that torchft passes around.
 
     Attributes:
@@ -82,10 +82,10 @@ class Report:
     settings: dict = field(default_factory=dict)
 
 
-_KINDS = get_type_hints(Report)
+_KINDS = get_type_hints(MemberReport)
 
 
-def write_handle(handle: str, report: Report, name: str, token: str) -> str:
+def write_handle(handle: str, report: MemberReport, name: str, token: str) -> str:
     """Add a report to torchft's handle, with a proof that its author knows the run's token.
 
     Args:
@@ -99,7 +99,7 @@ def write_handle(handle: str, report: Report, name: str, token: str) -> str:
     return json.dumps(content | {"proof": proof(token, "report", name, content)})
 
 
-def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
+def read_handle(handle: str, name: str, tokens: Sequence[str]) -> MemberReport | None:
     """Read the report in a member's handle.
 
     Anybody who reaches the lighthouse can be in a quorum, and what a stranger writes must not end
@@ -115,12 +115,14 @@ def read_handle(handle: str, name: str, tokens: Sequence[str]) -> Report | None:
         if not is_proven(tokens, content.pop("proof"), "report", name, content):
             return None
         converted(content["store"], str)  # torchft's own part of the handle
-        return Report(**{name: converted(content[name], kind) for name, kind in _KINDS.items()})
+        return MemberReport(
+            **{name: converted(content[name], kind) for name, kind in _KINDS.items()}
+        )
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
 
 
-Reports = Mapping[str, Report]
+MemberReports = Mapping[str, MemberReport]
 """By the lighthouse's name of the member, in the order of the quorum."""
 
 
@@ -132,7 +134,7 @@ def group_names(members: Iterable[str]) -> str:
 # ---- who leaves ------------------------------------------------------------------------------
 
 
-def other_settings(reports: Reports, own_name: str) -> dict[str, str]:
+def other_settings(reports: MemberReports, own_name: str) -> dict[str, str]:
     """Name the members that have to leave because their settings, model or ranks are not the run's.
 
     Those of the first member that was in a quorum before are the run's. If all members are new, it
@@ -157,7 +159,7 @@ def other_settings(reports: Reports, own_name: str) -> dict[str, str]:
     return compare_groups(settings, own_name, run)
 
 
-def shared_folders(reports: Reports) -> dict[str, str]:
+def shared_folders(reports: MemberReports) -> dict[str, str]:
     """Name the members that save to a folder in which another one saved before them.
 
     As with ``second_holders``, the member that was in a quorum before is the first. An earlier
@@ -209,7 +211,7 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
         compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
 
 
-def second_holders(reports: Reports) -> frozenset[str]:
+def second_holders(reports: MemberReports) -> frozenset[str]:
     """Name the members of a quorum whose replica id another member had before them.
 
     The member that was in a quorum before is the first holder of an id, or if none was, the one
@@ -256,7 +258,7 @@ def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: Previo
     return any(contradicts(each) for each in previous)
 
 
-def members_before(reports: Reports) -> frozenset[str]:
+def members_before(reports: MemberReports) -> frozenset[str]:
     """The members of these members' previous quorums, without those that were left out.
 
     It reads all reports, and not this member's own memory: a joiner has none, and would use the
@@ -274,7 +276,7 @@ def members_before(reports: Reports) -> frozenset[str]:
 # ---- who is blamed, and left out ---------------------------------------------------------------
 
 
-def at_fault(reports: Reports) -> str | None:
+def at_fault(reports: MemberReports) -> str | None:
     """Name the member that the failure of the last sync is blamed on; None if nobody can be named.
 
     All members read the same reports, so all name the same member. These rules are applied in
@@ -308,7 +310,7 @@ def at_fault(reports: Reports) -> str | None:
     return name if has_failed or links else None
 
 
-def describe_fault(name: str, reports: Reports) -> str:
+def describe_fault(name: str, reports: MemberReports) -> str:
     """Say in one sentence why the member is blamed, for a message."""
     if reports[name].has_failed:
         return "it fails by an error of its own, which the log has"
@@ -321,7 +323,7 @@ def describe_fault(name: str, reports: Reports) -> str:
     )
 
 
-def members_to_leave_out(reports: Reports, min_replica_size: int = 1) -> frozenset[str]:
+def members_to_leave_out(reports: MemberReports, min_replica_size: int = 1) -> frozenset[str]:
     """Name the members without which all connections of a quorum work, by the reports.
 
     Nobody is left out if a member has failed by an error of its own, if fewer than
@@ -343,7 +345,7 @@ def members_to_leave_out(reports: Reports, min_replica_size: int = 1) -> frozens
 # ---- what is left of the quorum ----------------------------------------------------------------
 
 
-def restrict_quorum(quorum: Any, reports: Reports, group_rank: int) -> Any:
+def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any:
     """Reduce a quorum to those of its members whose reports are given.
 
     It also chooses the donors of the joiners again, among the members that stay, by the rule of

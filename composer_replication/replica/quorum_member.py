@@ -15,9 +15,9 @@ from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.quorum import (
+    MemberReport,
+    MemberReports,
     PreviousQuorum,
-    Report,
-    Reports,
     at_fault,
     describe_fault,
     group_names,
@@ -60,7 +60,7 @@ class AtFaultError(ConnectionError):
 class QuorumMember:
     """Decides with the other members of each quorum whether and how to use it.
 
-    Each member adds a ``Report`` to the handle that torchft passes around (``manager.py``,
+    Each member adds a ``MemberReport`` to the handle that torchft passes around (``manager.py``,
     ``reconfigure_handle``). All members read the same reports, so all come to the same conclusion:
 
     | what this member sees in a quorum | what it does |
@@ -124,14 +124,14 @@ class QuorumMember:
     store."""
 
     name: str
-    own: Report
+    own: MemberReport
     tokens: Sequence[str]
     missing: MissingMembers
     find_unreachable: FindUnreachable
     min_replica_size: int = 1
     ranks: tuple[int, int] = (0, 1)
     store: Any = None
-    reports: Reports = field(init=False, default_factory=dict)
+    reports: MemberReports = field(init=False, default_factory=dict)
     keeps_connection: bool = field(init=False, default=False)
     blamed: str | None = field(init=False, default=None)
     _leave_reason: str | None = field(init=False, default=None)
@@ -225,7 +225,7 @@ class QuorumMember:
             log.warning("%s", warnings[name])
         self._warned[kind] = set(warnings)
 
-    def _without_strangers(self, handles: Mapping[str, str]) -> dict[str, Report]:
+    def _without_strangers(self, handles: Mapping[str, str]) -> dict[str, MemberReport]:
         """The reports of those members that prove the token, one for each replica id.
 
         Any process that reaches the lighthouse can be a member of a quorum.
@@ -247,7 +247,7 @@ class QuorumMember:
         self.own.left_out = tuple(name for name in handles if name not in reports)
         return reports
 
-    def _is_complete(self, reports: Reports, current: PreviousQuorum) -> bool:
+    def _is_complete(self, reports: MemberReports, current: PreviousQuorum) -> bool:
         """Whether the quorum has all the members that it should wait for; remember the quorum."""
         previous = [each.previous for each in reports.values() if each.previous is not None]
         has_restarted = has_lighthouse_restarted(previous, current)
@@ -267,7 +267,7 @@ class QuorumMember:
         self.missing.update((report.missing for report in reports.values()), reports)
         return not has_restarted and not self.missing.names
 
-    def _fits(self, reports: Reports) -> bool:
+    def _fits(self, reports: MemberReports) -> bool:
         """Whether all members have the run's settings, and folders of their own.
 
         It is always true on ranks other than 0.
@@ -289,7 +289,7 @@ class QuorumMember:
         self._warn("folder", shared)
         return not others and not shared
 
-    def _is_first(self, reports: Reports) -> bool:
+    def _is_first(self, reports: MemberReports) -> bool:
         """Whether this member is the first holder of its replica id.
 
         If it is not, and the first holder is alive, this group has to leave. The reports do not
@@ -336,7 +336,7 @@ class QuorumMember:
                 vote(False)
         raise self._rejection
 
-    def _assign_blame(self, reports: Reports) -> None:
+    def _assign_blame(self, reports: MemberReports) -> None:
         """Note which group made the last sync fail, and forget this group's errors of that sync.
 
         The group at fault does not leave at once: the other members have it in their quorum, and
@@ -365,8 +365,8 @@ class QuorumMember:
             )
 
     def _without_unreachable(
-        self, reports: dict[str, Report], handles: Mapping[str, str]
-    ) -> dict[str, Report]:
+        self, reports: dict[str, MemberReport], handles: Mapping[str, str]
+    ) -> dict[str, MemberReport]:
         """The reports of those members that can reach each other.
 
         Raises:

@@ -11,7 +11,7 @@ import pytest
 from composer_replication import DiLoCoSettings
 from composer_replication.group import reports
 from composer_replication.group.host import Host
-from composer_replication.group.reports import Reports
+from composer_replication.group.reports import Reporter
 from composer_replication.group.run_folder import ReplicaFolder
 
 
@@ -48,7 +48,7 @@ def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
     clock.monotonic = clock.time = lambda: clock.now
     monkeypatch.setattr(reports, "time", clock)
     folder = Folder(None, 0)
-    log = Reports(folder, DiLoCoSettings(sync_every=5), trainer := Trainer())
+    log = Reporter(folder, DiLoCoSettings(sync_every=5), trainer := Trainer())
 
     def report(phase, batch, done):
         trainer.steps = batch
@@ -72,7 +72,7 @@ def test_between_syncs_it_is_reported_ten_times_a_second_and_to_a_progress_bar_a
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(reports, "time", clock)
     trainer = Trainer()
-    log = Reports(Folder(None, 0), DiLoCoSettings(sync_every=5), trainer)
+    log = Reporter(Folder(None, 0), DiLoCoSettings(sync_every=5), trainer)
     phases = ["joining", "training", "training", "evaluating", "training"]
     assert [log.is_due(phase) for phase in phases] == [True, True, False, True, True]
     clock.now += 0.11

@@ -11,8 +11,8 @@ import pytest
 
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
 from composer_replication.replica.quorum import (
+    MemberReport,
     PreviousQuorum,
-    Report,
     at_fault,
     check_ranks,
     has_lighthouse_restarted,
@@ -27,7 +27,7 @@ from composer_replication.settings import SettingsMismatch
 
 
 def named(reports):
-    """Reports by the lighthouse's names of the members, from those by one letter each."""
+    """MemberReports by the lighthouse's names of the members, from those by one letter each."""
     return {f"{letter}:1": report for letter, report in reports.items()}
 
 
@@ -36,7 +36,7 @@ def names(letters):
 
 
 def unreachable(*letters, step=1):
-    return Report(step=step, unreachable=tuple(f"{letter}:1" for letter in letters))
+    return MemberReport(step=step, unreachable=tuple(f"{letter}:1" for letter in letters))
 
 
 # ---- who leaves ----------------------------------------------------------------------------------
@@ -51,8 +51,8 @@ def test_other_settings_are_refused_by_name_before_anything_is_sent(key, step):
     # A newcomer, with the state of the groups in training, an older or a newer one.
     other = RUN | {key: "another"}
     reports = {
-        "b:1": Report(step=step, settings=other),
-        "a:1": Report(step=5, settings=RUN, previous=BEFORE),
+        "b:1": MemberReport(step=step, settings=other),
+        "a:1": MemberReport(step=5, settings=RUN, previous=BEFORE),
     }
     difference = f"make them equal: {key}: 'another' here, {RUN[key]!r} there"
     with pytest.raises(SettingsMismatch, match=f"^this .* of replica group a, {difference}$"):
@@ -63,7 +63,9 @@ def test_other_settings_are_refused_by_name_before_anything_is_sent(key, step):
 
 
 def test_of_new_groups_the_first_one_with_the_newest_state_stays():
-    reports = {n: Report(settings={"ranks": r}) for n, r in {"a:1": 1, "b:1": 2, "c:1": 1}.items()}
+    reports = {
+        n: MemberReport(settings={"ranks": r}) for n, r in {"a:1": 1, "b:1": 2, "c:1": 1}.items()
+    }
     assert other_settings(reports, "a:1").keys() == other_settings(reports, "c:1").keys() == {"b:1"}
     reports["b:1"] = replace(reports["b:1"], step=3)
     assert other_settings(reports, "b:1").keys() == {"a:1", "c:1"}
@@ -71,11 +73,11 @@ def test_of_new_groups_the_first_one_with_the_newest_state_stays():
 
 def test_equal_groups_fit_and_of_other_models_the_first_tensor_is_named_if_both_say_theirs():
     tensors = {"0.weight": "(2,)", "1.weight": "(3,)"}
-    joiner = Report(settings=RUN | {"tensors": tensors})
-    in_training = Report(settings=RUN, previous=BEFORE)
+    joiner = MemberReport(settings=RUN | {"tensors": tensors})
+    in_training = MemberReport(settings=RUN, previous=BEFORE)
     assert not other_settings({"a:1": in_training, "b:1": joiner}, "b:1")
     other = RUN | {"model": "n", "tensors": tensors | {"1.weight": "(4,)"}}
-    reports = {"a:1": joiner, "b:1": Report(settings=other)}
+    reports = {"a:1": joiner, "b:1": MemberReport(settings=other)}
     with pytest.raises(SettingsMismatch, match=re.escape("equal: 1.weight: '(4,)' here, '(3,)'")):
         other_settings(reports, "b:1")
     reports["a:1"] = in_training
@@ -95,21 +97,26 @@ def test_a_joiner_of_other_ranks_is_refused_before_the_others_see_it():
 
 
 def test_the_first_holder_of_a_replica_id_is_the_one_that_was_there_before():
-    new, old = Report(), Report(previous=BEFORE)
+    new, old = MemberReport(), MemberReport(previous=BEFORE)
     assert not second_holders({"a:1": new, "b:1": new})
     assert second_holders({"a:2": new, "a:1": new, "b:1": new}) == {"a:2"}
     assert second_holders({"a:1": new, "a:2": old}) == {"a:1"}
 
 
 def test_of_groups_that_save_to_one_remote_folder_the_one_that_was_there_before_stays():
-    new, old = Report(saves_to=("s3://b/f", "s3://b/own")), Report(saves_to=("s3://b/f",))
+    new, old = (
+        MemberReport(saves_to=("s3://b/f", "s3://b/own")),
+        MemberReport(saves_to=("s3://b/f",)),
+    )
     earlier = replace(old, previous=BEFORE)
-    reports = {"a:1": new, "b:1": earlier, "b:2": old, "c:1": Report(), "d:1": Report()}
+    reports = {"a:1": new, "b:1": earlier, "b:2": old, "c:1": MemberReport(), "d:1": MemberReport()}
     [(name, problem)] = shared_folders(reports).items()
     assert name == "a:1"
     assert problem.startswith("replica groups b and a both save to s3://b/f, and would overwrite")
     assert shared_folders({"a:1": new, "b:1": old}).keys() == {"b:1"}
-    assert not shared_folders({"a:1": new, "a:2": earlier, "b:1": Report(saves_to=("s3://b/g",))})
+    assert not shared_folders(
+        {"a:1": new, "a:2": earlier, "b:1": MemberReport(saves_to=("s3://b/g",))}
+    )
 
 
 # ---- who is waited for ---------------------------------------------------------------------------
@@ -137,7 +144,10 @@ def test_ids_that_no_single_lighthouse_can_have_given(previous, current, has_res
 
 def test_the_members_before_are_those_of_all_memories_but_for_those_left_out():
     with_stranger = PreviousQuorum(3, ("a:1", "b:1", "x:1"))
-    reports = {"a:1": Report(previous=with_stranger, left_out=("x:1",)), "j:1": Report()}
+    reports = {
+        "a:1": MemberReport(previous=with_stranger, left_out=("x:1",)),
+        "j:1": MemberReport(),
+    }
     assert members_before(reports) == names("ab")
 
 
@@ -147,7 +157,7 @@ def test_the_members_before_are_those_of_all_memories_but_for_those_left_out():
 @pytest.mark.parametrize(
     ("reports", "culprit"),
     [
-        ({"a": Report(), "b": Report()}, None),
+        ({"a": MemberReport(), "b": MemberReport()}, None),
         ({"a": unreachable("c"), "b": unreachable("c"), "c": unreachable("c")}, "c:1"),
         ({"a": unreachable("c"), "b": unreachable("c"), "c": unreachable()}, "c:1"),
         ({"a": unreachable("b", "c"), "b": unreachable(), "c": unreachable()}, "a:1"),
@@ -155,7 +165,7 @@ def test_the_members_before_are_those_of_all_memories_but_for_those_left_out():
         ({"a": unreachable(), "b": unreachable(), "c": unreachable("b")}, "b:1"),
         ({"a": unreachable("b"), "b": unreachable("a")}, "b:1"),
         ({"a": unreachable("b", step=0), "b": unreachable("a")}, "a:1"),
-        ({"a": Report(has_failed=True), "b": unreachable("c"), "c": unreachable("b")}, "a:1"),
+        ({"a": MemberReport(has_failed=True), "b": unreachable("c"), "c": unreachable("b")}, "a:1"),
         ({"a": unreachable("d"), "b": unreachable()}, None),  # d has gone meanwhile
     ],
 )
@@ -164,21 +174,30 @@ def test_a_failed_sync_is_blamed_on_one_member_by_all(reports, culprit):
     assert at_fault(dict(reversed(named(reports).items()))) == culprit
 
 
-TWO_OUT = {"a": unreachable("c", "d"), "b": unreachable("c", "d"), "c": Report(1), "d": Report(1)}
+TWO_OUT = {
+    "a": unreachable("c", "d"),
+    "b": unreachable("c", "d"),
+    "c": MemberReport(1),
+    "d": MemberReport(1),
+}
 
 
 @pytest.mark.parametrize(
     ("min_replica_size", "reports", "left_out"),
     [
-        (1, {"a": Report(), "b": Report()}, ""),
+        (1, {"a": MemberReport(), "b": MemberReport()}, ""),
         (1, {"a": unreachable("b"), "b": unreachable("a")}, "b"),
         (2, {"a": unreachable("b"), "b": unreachable("a")}, ""),
         (1, TWO_OUT, "cd"),
         (3, TWO_OUT, ""),
-        (1, {"a": unreachable("c"), "b": Report(has_failed=True), "c": Report(1)}, ""),
-        (1, {"a": unreachable("b"), "b": Report(0)}, "b"),  # a joiner that is not reached
+        (1, {"a": unreachable("c"), "b": MemberReport(has_failed=True), "c": MemberReport(1)}, ""),
+        (1, {"a": unreachable("b"), "b": MemberReport(0)}, "b"),  # a joiner that is not reached
         # The only one with the newest parameters stays: without it outer steps would be lost.
-        (1, {"a": unreachable("c", step=0), "b": unreachable("c", step=0), "c": Report(1)}, "ab"),
+        (
+            1,
+            {"a": unreachable("c", step=0), "b": unreachable("c", step=0), "c": MemberReport(1)},
+            "ab",
+        ),
     ],
 )
 def test_who_is_left_out(min_replica_size, reports, left_out):
@@ -198,7 +217,7 @@ def restricted(own, group_rank=0, **steps):
         replica_ids=members,
         reconfigure_handles=[f"handle of {name}" for name in members],
     )
-    reports = {n: Report(step=s, manager=f"http://{n[0]}") for n, s in named(steps).items()}
+    reports = {n: MemberReport(step=s, manager=f"http://{n[0]}") for n, s in named(steps).items()}
     return restrict_quorum(quorum, reports, group_rank)
 
 

@@ -17,7 +17,12 @@ from composer_replication.options import DuplicateIdError
 from composer_replication.replica import quorum_member
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.peer_client import proof
-from composer_replication.replica.quorum import Connection, PreviousQuorum, Report, write_handle
+from composer_replication.replica.quorum import (
+    Connection,
+    MemberReport,
+    PreviousQuorum,
+    write_handle,
+)
 from composer_replication.replica.quorum_member import (
     AtFaultError,
     MissingMembers,
@@ -34,7 +39,7 @@ HANDLE = '{"store": "host:1"}'
 def member_of(letter, *, tokens=("secret",), find_unreachable=lambda handles: (), **arguments):
     return QuorumMember(
         f"{letter}:1",
-        Report(manager=f"http://{letter}", board=f"{letter}:2"),
+        MemberReport(manager=f"http://{letter}", board=f"{letter}:2"),
         tokens,
         MissingMembers(frozenset),
         find_unreachable,
@@ -43,7 +48,7 @@ def member_of(letter, *, tokens=("secret",), find_unreachable=lambda handles: ()
 
 
 def handle_of(letter, report=None, token="secret"):
-    return write_handle(HANDLE, report or Report(), f"{letter}:1", token)
+    return write_handle(HANDLE, report or MemberReport(), f"{letter}:1", token)
 
 
 def quorum_of(handles, own, quorum_id=3):
@@ -400,7 +405,7 @@ def test_a_member_whose_handle_cannot_be_understood_is_left_out(handle, caplog):
 def test_who_does_not_prove_the_token_is_left_out_and_named_once(name, handle, caplog):
     member = member_of("a")
     for _ in range(2):
-        quorum = use(member, (name, handle), ("d:1", handle_of("d", Report(step=4))))
+        quorum = use(member, (name, handle), ("d:1", handle_of("d", MemberReport(step=4))))
         assert quorum.replica_ids == ["a:1", "d:1"] and quorum.replica_rank == 0
     assert caplog.text.count("does not prove that it knows this run's token") == 1
 
@@ -433,7 +438,7 @@ def test_tensors_are_reported_while_a_group_joins():
     assert "(2,)" in member.add_report(HANDLE, 1)
     use(member)
     assert "(2,)" not in member.add_report(HANDLE, 1)
-    use(member, ("b:1", handle_of("b", Report(settings=member.own.settings))), quorum_id=4)
+    use(member, ("b:1", handle_of("b", MemberReport(settings=member.own.settings))), quorum_id=4)
 
 
 def test_those_that_stay_decline_until_the_one_with_other_settings_has_left(caplog):
@@ -441,7 +446,7 @@ def test_those_that_stay_decline_until_the_one_with_other_settings_has_left(capl
     member.own.settings = {"ranks": 1}
     for _ in range(2):
         with pytest.raises(QuorumDeclined):
-            use(member, ("b:1", handle_of("b", Report(settings={"ranks": 2}))))
+            use(member, ("b:1", handle_of("b", MemberReport(settings={"ranks": 2}))))
     assert caplog.text.count("replica group b, make them equal: ranks: 1 here, 2 there") == 1
     assert use(member, quorum_id=4).replica_ids == ["a:1"]
 
@@ -465,7 +470,7 @@ def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():
     for rank in ranks:
         rank.own.settings = {"ranks": 2}
     own = ranks[0].add_report(HANDLE, 0)
-    peer = handle_of("a", Report(settings={"ranks": 1}))
+    peer = handle_of("a", MemberReport(settings={"ranks": 1}))
     # Of a group without a rank 1 torchft tells rank 1 nothing.
     for rank, handle in zip(ranks, (peer, ""), strict=True):
         quorum = quorum_of({"a:1": handle, "b:1": own}, "b:1")
@@ -491,7 +496,7 @@ BEFORE = PreviousQuorum(2, ("a:1", "a:2", "b:1"))
 
 
 def other(name, **report):
-    return name, write_handle(HANDLE, Report(**report), name, "secret")
+    return name, write_handle(HANDLE, MemberReport(**report), name, "secret")
 
 
 @pytest.mark.parametrize(
