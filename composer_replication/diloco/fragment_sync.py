@@ -17,7 +17,7 @@ from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import UsualPace, Vitals
+from composer_replication.diloco.outer_health import GroupMetrics, UsualPace
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
 from composer_replication.diloco.sample_ledger import SyncedSamples
@@ -247,7 +247,7 @@ class FragmentSync:
             self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
         )
 
-    def vitals(self, step_s: float) -> Vitals:
+    def metrics(self, step_s: float) -> GroupMetrics:
         """Return this group's metrics of what is packed.
 
         Args:
@@ -255,9 +255,9 @@ class FragmentSync:
         """
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
-            return Vitals(step_s=step_s)
+            return GroupMetrics(step_s=step_s)
         usual_pace = self._usual_pace.at(self.unsynced.packed.learning_rate)
-        return Vitals(
+        return GroupMetrics(
             step_s=step_s,
             contribution=mean.contribution,
             norm=mean.norm,
@@ -272,7 +272,7 @@ class FragmentSync:
     def _pace(self) -> float:
         return self.mean.moved_each / max(1, self.unsynced.packed.inner_steps)
 
-    def _leave_out(self, sound: Mapping[int, Vitals]) -> set[int]:
+    def _leave_out(self, sound: Mapping[int, GroupMetrics]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
 
         It is a collective of the group's ranks, each of which has seen a part of the messages.
@@ -319,7 +319,7 @@ class FragmentSync:
             # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(self.result.synced_samples):
                 first = self.result.kept.get(0)
-                if first is not None and first.vitals.contribution:  # all take over its buffers
+                if first is not None and first.metrics.contribution:  # all take over its buffers
                     globals_.take_buffers(globals_.not_finite()[0])
                 else:
                     globals_.copied.write_back()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Vitals(NamedTuple):
+class GroupMetrics(NamedTuple):
     """Metrics that one replica group sends the others beside a sync. Missing numbers are NaN.
 
     Attributes:
@@ -60,7 +60,7 @@ USUAL = 7
 """Over how many syncs of a fragment a pace is usual."""
 
 
-def beyond_all_others(groups: Mapping[int, Vitals]) -> dict[int, str]:
+def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
     """Find the groups whose pseudo-gradient is so long that it must be an error.
 
     Each is compared with the median of all groups that contribute, of two groups with the other
@@ -177,23 +177,23 @@ class StepNorms(NamedTuple):
         return _cosine(squares / (2 * product))
 
 
-def directions(vitals: Sequence[Vitals], mean_norm: float) -> dict[str, float | None]:
+def directions(metrics: Sequence[GroupMetrics], mean_norm: float) -> dict[str, float | None]:
     """Compute how far the groups' pseudo-gradients agree, from their norms and that of their mean.
 
     The square of a sum is the sum of the squares and of twice all products of two. So the groups'
     norms give the mean product, although no group has the pseudo-gradient of another (ADR-033).
 
     Args:
-        vitals: The metrics of the groups in the sync.
+        metrics: The metrics of the groups in the sync.
         mean_norm: L2 norm of the mean of their pseudo-gradients.
 
     Returns:
         ``group_cosine`` and ``mean_norm_ratio`` of ``SyncReport``. None: fewer than two groups had
         a pseudo-gradient, so there is nothing to compare.
     """
-    total = sum(group.contribution for group in vitals)
+    total = sum(group.contribution for group in metrics)
     squares = products = mean_of_norms = 0.0
-    for group in vitals:
+    for group in metrics:
         norm = group.contribution / total * group.norm if group.norm > 0.0 else 0.0
         squares, products = squares + norm**2, products + mean_of_norms * norm
         mean_of_norms += norm

@@ -165,16 +165,16 @@ class OuterLoop:
 
     def _row(self, fragment: FragmentSync, has_more: bool) -> PeerRow:
         """What this group reports to the others beside its message."""
-        vitals = fragment.vitals(self.round_length.step_s)
+        metrics = fragment.metrics(self.round_length.step_s)
         digests = self.state.digests_to_compare(self._options.digest_every)
         return PeerRow(
             has_more=has_more,
             is_joining=fragment.is_joining,
             was_healed=self.state.was_healed,
             outer_step=self.state.outer_step,
-            vitals=vitals,
+            metrics=metrics,
             samples=fragment.samples(),
-            batches=self.first_batches.number() if vitals.contribution else 0,
+            batches=self.first_batches.number() if metrics.contribution else 0,
             digests=tuple(as_number(digest) if digest else 0 for digest in digests),
         )
 
@@ -337,7 +337,7 @@ class OuterLoop:
             outer_momentum=outer.get("momentum", 0.0),
             global_digest=self.state.digest() if has_digest else None,
             equal_samples=fragment.result.equal_samples,
-            **directions(fragment.result.vitals, norms.mean),
+            **directions(fragment.result.metrics, norms.mean),
         )
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
@@ -347,7 +347,7 @@ class OuterLoop:
         if steps := self.inner_steps - self._synced_at:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
-        self.round_length.choose(self.result.vitals)
+        self.round_length.choose(self.result.metrics)
 
     @property
     def steps_before_sync(self) -> int:

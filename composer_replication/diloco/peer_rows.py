@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 from torch import Tensor
 
-from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.outer_health import GroupMetrics
 from composer_replication.diloco.sample_ledger import SyncedSamples
 
 CHECKSUM_BYTES = 4
@@ -24,14 +24,14 @@ class PeerRow(NamedTuple):
     """What one replica group reports to the others beside a sync.
 
     A row is sent as bytes, each field in the type that ``_TYPES`` has for its annotation. A further
-    number needs a field here, or in ``Vitals``, and nothing else.
+    number needs a field here, or in ``GroupMetrics``, and nothing else.
 
     Attributes:
         has_more: Whether it still trains, or has steps that are not in the global parameters yet.
         is_joining: Whether it joins with this sync and contributes nothing.
         was_healed: Whether it has taken over the global state since its last sync.
         outer_step: Its outer step.
-        vitals: Its contribution, norm and pace in this sync.
+        metrics: Its contribution, norm and pace in this sync.
         samples: How much of its sample stream is in the model once this sync has committed.
         batches: 60 bits of the digest of its first batches, as a number above 0, at its first
             sync; else 0.
@@ -43,7 +43,7 @@ class PeerRow(NamedTuple):
     is_joining: bool
     was_healed: bool
     outer_step: int
-    vitals: Vitals
+    metrics: GroupMetrics
     samples: SyncedSamples
     batches: int
     digests: tuple[int, ...]
@@ -65,7 +65,7 @@ class PeerRow(NamedTuple):
             raise ValueError("its row in the peer table is damaged")
         sent_row = cls(*np.frombuffer(row, _dtype(cls, num_digests))[0].item())
         decoded = sent_row._replace(
-            vitals=Vitals(*sent_row.vitals),
+            metrics=GroupMetrics(*sent_row.metrics),
             samples=SyncedSamples(*sent_row.samples),
             digests=tuple(map(int, sent_row.digests)),
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.outer_health import Vitals, beyond_all_others
+from composer_replication.diloco.outer_health import GroupMetrics, beyond_all_others
 from composer_replication.diloco.peer_rows import (
     PeerRow,
     equal_samples,
@@ -33,7 +33,7 @@ class DivergenceError(RuntimeError):
     """
 
 
-LeaveOut = Callable[[Mapping[int, Vitals]], set[int]]
+LeaveOut = Callable[[Mapping[int, GroupMetrics]], set[int]]
 """Takes the metrics of the groups whose rows are valid, by rank, and returns the ranks left out."""
 
 
@@ -70,9 +70,9 @@ class TableResult:
         return {rank: row for rank, row in self.rows.items() if rank not in self.left_out}
 
     @property
-    def vitals(self) -> list[Vitals]:
+    def metrics(self) -> list[GroupMetrics]:
         """The metrics of the groups that are not left out."""
-        return [row.vitals for row in self.kept.values()]
+        return [row.metrics for row in self.kept.values()]
 
     @property
     def synced_samples(self) -> list[SyncedSamples]:
@@ -152,8 +152,8 @@ class PeerTable:
                 manager.report_error(ConnectionError("no row of the peer table is valid"))
         if rows:
             self._check_agreement(rows)
-            faults |= beyond_all_others({rank: row.vitals for rank, row in rows.items()})
-        sound = {rank: row.vitals for rank, row in rows.items() if rank not in faults}
+            faults |= beyond_all_others({rank: row.metrics for rank, row in rows.items()})
+        sound = {rank: row.metrics for rank, row in rows.items() if rank not in faults}
         left_out: Collection[int] = ()
         doubt = ""
         # A collective of the group's ranks: all of them gather, also one that has an error.
@@ -172,7 +172,7 @@ class PeerTable:
         names = self._manager.members or range(self._manager.num_participants())
         return [str(name).partition(":")[0] for name in names]
 
-    def _doubt(self, sound: Mapping[int, Vitals], faults: Mapping[int, str]) -> str:
+    def _doubt(self, sound: Mapping[int, GroupMetrics], faults: Mapping[int, str]) -> str:
         """Return what is not sound of what has arrived; empty if nothing is, or this sync fails."""
         names = self._names
         if self._manager.errored() or len(names) < max(2, self._manager._min_replica_size):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.outer_health import GroupMetrics
 from composer_replication.settings import AUTO, DiLoCoSettings
 
 TURNS = 5
@@ -52,13 +52,13 @@ class RoundLength:
         self._measured.append(step_s)
         self.step_s = median([median(self._measured), *list(self._measured)[-2:]])
 
-    def choose(self, vitals: Sequence[Vitals]) -> None:
+    def choose(self, metrics: Sequence[GroupMetrics]) -> None:
         """Choose the inner steps of the next turn.
 
         Args:
-            vitals: The metrics of the groups in the last sync.
+            metrics: The metrics of the groups in the last sync.
         """
-        paces = [group.step_s for group in vitals if group.step_s > 0] or [math.nan]
+        paces = [group.step_s for group in metrics if group.step_s > 0] or [math.nan]
         if self._settings.round_seconds == AUTO:
             turn_s = min(paces) * self._settings.steps_between_syncs()
         else:

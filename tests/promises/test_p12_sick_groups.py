@@ -14,7 +14,7 @@ from common import Constant, plain_sgd
 from promises.groups import adamw, attempt, run
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.outer_health import Vitals, beyond_all_others
+from composer_replication.diloco.outer_health import GroupMetrics, beyond_all_others
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.simulation.shared_buffer import Fault, SharedBuffer
 
@@ -72,8 +72,8 @@ def lie_in_row(monkeypatch, field, value):
     encode = PeerRow.encode
 
     def lying(row):
-        lies = row.vitals._replace(**{field: value}) if is_lying() else row.vitals
-        return encode(row._replace(vitals=lies))
+        lies = row.metrics._replace(**{field: value}) if is_lying() else row.metrics
+        return encode(row._replace(metrics=lies))
 
     monkeypatch.setattr(PeerRow, "encode", lying)
 
@@ -264,29 +264,29 @@ def test_steps_that_the_runs_last_sync_throws_away_are_reported(announces):
 # ---- no false alarm ---------------------------------------------------------------------------
 
 
-def vitals(moved, steps=1, usual=math.nan, contribution=1.0, elements=1):
+def metrics(moved, steps=1, usual=math.nan, contribution=1.0, elements=1):
     pace = moved / steps / math.sqrt(elements)
-    return Vitals(contribution, moved=moved, inner_steps=steps, pace=pace, usual_pace=usual)
+    return GroupMetrics(contribution, moved=moved, inner_steps=steps, pace=pace, usual_pace=usual)
 
 
 @pytest.mark.parametrize(("groups", "found"), [
-    ([vitals(1), vitals(1.2), vitals(11, usual=1)], []),
-    ([vitals(1), vitals(1.2), vitals(13, usual=1)], [2]),
-    ([vitals(1), vitals(1.2), vitals(13, usual=2)], []),  # the others have fallen behind
-    ([vitals(1), vitals(1.2), vitals(119)], []),  # a warm-up from 0, and more steps
-    ([vitals(1), vitals(1.2), vitals(121)], [2]),
-    ([vitals(1), vitals(1), vitals(50, usual=1, elements=2500)], []),  # the others have frozen more
-    ([vitals(1), vitals(1), vitals(500, usual=0.9, elements=2500)], [2]),
-    ([vitals(1), vitals(1), vitals(1e30), vitals(1e30)], [2, 3]),
-    ([vitals(0), vitals(0), vitals(1)], []),  # nothing to compare with
-    ([vitals(1, 500), vitals(1, 500), vitals(0.5, 1)], []),  # few steps, and not far
-    ([vitals(20, 500), vitals(1, 1), vitals(1, 1)], []),  # many steps
-    ([vitals(1), vitals(0, contribution=0), vitals(50)], []),  # in their first sync
-    ([vitals(1), vitals(1000)], [1]),
-    ([vitals(1), vitals(50, usual=1)], [1]),
-    ([vitals(1), vitals(50, usual=20)], []),
-    ([vitals(1, usual=1), vitals(1)], []),
-    ([vitals(50)], []),
+    ([metrics(1), metrics(1.2), metrics(11, usual=1)], []),
+    ([metrics(1), metrics(1.2), metrics(13, usual=1)], [2]),
+    ([metrics(1), metrics(1.2), metrics(13, usual=2)], []),  # the others have fallen behind
+    ([metrics(1), metrics(1.2), metrics(119)], []),  # a warm-up from 0, and more steps
+    ([metrics(1), metrics(1.2), metrics(121)], [2]),
+    ([metrics(1), metrics(1), metrics(50, usual=1, elements=2500)], []),  # others have frozen
+    ([metrics(1), metrics(1), metrics(500, usual=0.9, elements=2500)], [2]),
+    ([metrics(1), metrics(1), metrics(1e30), metrics(1e30)], [2, 3]),
+    ([metrics(0), metrics(0), metrics(1)], []),  # nothing to compare with
+    ([metrics(1, 500), metrics(1, 500), metrics(0.5, 1)], []),  # few steps, and not far
+    ([metrics(20, 500), metrics(1, 1), metrics(1, 1)], []),  # many steps
+    ([metrics(1), metrics(0, contribution=0), metrics(50)], []),  # in their first sync
+    ([metrics(1), metrics(1000)], [1]),
+    ([metrics(1), metrics(50, usual=1)], [1]),
+    ([metrics(1), metrics(50, usual=20)], []),
+    ([metrics(1, usual=1), metrics(1)], []),
+    ([metrics(50)], []),
 ], ids=str)  # fmt: skip
 def test_a_group_is_compared_with_the_others_and_with_itself(groups, found):
     assert [*beyond_all_others(dict(enumerate(groups)))] == found

@@ -12,7 +12,7 @@ from common import TinyMLP, plain_sgd
 from promises.groups import run
 
 from composer_replication.diloco import hang_watch
-from composer_replication.diloco.outer_health import Vitals
+from composer_replication.diloco.outer_health import GroupMetrics
 from composer_replication.diloco.round_length import RoundLength
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation.simulation import Fault
@@ -135,6 +135,6 @@ def test_weights_follow_the_steps_unless_they_are_set():
 
 def test_without_a_pace_of_any_group_a_turn_stays_as_long_as_it_is():
     length = RoundLength(DiLoCoSettings(sync_every=50, round_seconds="auto"))
-    length.choose([Vitals(step_s=0.25)])
-    length.choose([Vitals(), Vitals()])
+    length.choose([GroupMetrics(step_s=0.25)])
+    length.choose([GroupMetrics(), GroupMetrics()])
     assert length.steps_before(1) == 50

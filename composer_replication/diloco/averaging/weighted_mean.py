@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
-from composer_replication.diloco.outer_health import UNSEEN, Vitals
+from composer_replication.diloco.outer_health import UNSEEN, GroupMetrics
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
 Write = Callable[[Chunk, Tensor], object]
@@ -175,32 +175,32 @@ class WeightedMean:
         total = float(self.messages[-1])
         return total, math.sqrt(float(self.squares().sum())) / total if total else 0.0
 
-    def doubt(self, vitals: Collection[Vitals]) -> str:
+    def doubt(self, metrics: Collection[GroupMetrics]) -> str:
         """Return what is wrong with the mean that has arrived; empty if nothing is.
 
         A mean is at most as long as the weighted mean of the norms that its groups have sent. All
         groups have received the same, so they come to the same conclusion.
 
         Args:
-            vitals: The metrics of the groups in the sync.
+            metrics: The metrics of the groups in the sync.
         """
-        expected = sum(group.contribution for group in vitals)
+        expected = sum(group.contribution for group in metrics)
         total, norm = self._arrived()
         if not math.isclose(total, expected, rel_tol=1e-3):
             return f"the weights sum to {total:g}, and those of the groups to {expected:g}"
-        sent = sum(group.contribution * group.sent_norm for group in vitals) / (expected or 1.0)
+        sent = sum(group.contribution * group.sent_norm for group in metrics) / (expected or 1.0)
         if not norm <= self.SLACK * sent + UNSEEN:
             return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
         return ""
 
-    def find_unsound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> set[int]:
+    def find_unsound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> set[int]:
         """Gather the messages of all groups, and find those that are not what their group says.
 
         It gathers one message at a time, so it needs memory for one of each group.
 
         Args:
             manager: The torchft manager, or its simulated double.
-            vitals: The metrics of the groups whose rows are valid, by rank in the quorum.
+            metrics: The metrics of the groups whose rows are valid, by rank in the quorum.
 
         Returns:
             The ranks whose messages are not finite, too long, or of another weight.
@@ -213,25 +213,25 @@ class WeightedMean:
         norms = squares.sqrt().tolist()
         weights = self._gather_message(manager, self.messages[-1]).flatten().tolist()
         unsound = set(range(len(norms)))
-        for rank, group in vitals.items():
+        for rank, group in metrics.items():
             weight = group.contribution if self._is_weighted else 1.0
             is_short = norms[rank] <= self.SLACK * (group.sent_norm + UNSEEN) * weight
             if is_short and weights[rank] == group.contribution:
                 unsound.remove(rank)
         return unsound
 
-    def sum_sound(self, manager: DiLoCoManager, vitals: Mapping[int, Vitals]) -> None:
+    def sum_sound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> None:
         """Gather the messages again, and sum those of these ranks."""
         for message in self.messages[:-1]:
             parts = self._gather_message(manager, message)
             message.zero_()
-            for rank, group in vitals.items():
+            for rank, group in metrics.items():
                 if group.contribution:
                     weight = 1.0 if self._is_weighted else group.contribution
                     message.add_(parts[rank], alpha=weight)
-        self.messages[-1].fill_(sum(group.contribution for group in vitals.values()))
+        self.messages[-1].fill_(sum(group.contribution for group in metrics.values()))
         self._squares = None
-        if manager.participating_rank() not in vitals:
+        if manager.participating_rank() not in metrics:
             self.contribution = 0.0
             self.is_left_out = True
 
