@@ -204,7 +204,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             if self._steps_left == self.settings.fragment_sync_delay or is_late:
                 self._outer.send()
             if self._steps_left == 0:
-                self._outer.land()
+                self._outer.end_sync()
                 self._begin_turn()
 
     def _note_other_step(self, *step: Any) -> None:

@@ -80,7 +80,7 @@ class GlobalState:
         Where each rank holds a share, a look-up gathers the tensor: a collective of the ranks.
         """
         homes = {name: fragment for fragment in self._fragments for name in fragment.tensors}
-        return LookedUp(homes)
+        return GlobalTensors(homes)
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of ``parameters`` in the order of their names.
@@ -439,7 +439,7 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class LookedUp(Mapping[str, Tensor]):
+class GlobalTensors(Mapping[str, Tensor]):
     """Global parameters by name, each gathered when it is asked for if the ranks share it.
 
     Args:

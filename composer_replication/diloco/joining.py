@@ -69,7 +69,7 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
             # and a group that resumes later would have to join it.
             barrier.vote_to_start(device)
             if manager.should_commit():
-                loop.settle()
+                loop.finish_heal()
                 loop.set_torchft_step()
                 return False
         barrier.wait()

@@ -39,7 +39,7 @@ class Role(Enum):
 class OuterLoop:
     """Runs the syncs of all fragments, one at a time.
 
-    ``send`` begins a sync of the schedule, and ``land`` ends it. The other syncs have no inner
+    ``send`` begins a sync of the schedule, and ``end_sync`` ends it. The other syncs have no inner
     steps in between: those of a join, of a group without samples, and of the end.
 
     Args:
@@ -92,7 +92,7 @@ class OuterLoop:
         ]
         self._steps_lost = 0
         self._synced_at = 0
-        self._must_settle = False
+        self._has_unfinished_heal = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = False
@@ -144,14 +144,14 @@ class OuterLoop:
         """
         self.clock.quorum_formed()
         try:
-            is_settled = self.settle()
+            agrees = self.finish_heal()
             next_one = self.fragments[self.state.outer_step % len(self.fragments)]
             fragment = self.in_flight or next_one
-            if not is_settled and not self.manager.errored():
+            if not agrees and not self.manager.errored():
                 # The peers of this rank need not wait for what it will not send.
                 self._report(ConnectionError("another rank of this group has not healed"))
             present = self.manager.num_participants()
-            if not is_settled or present < self.manager._min_replica_size:
+            if not agrees or present < self.manager._min_replica_size:
                 # The vote will fail. Groups that wait for others would send all their parameters at
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 fragment.abandon()
@@ -207,7 +207,7 @@ class OuterLoop:
         self.manager.start_quorum()
         self.prepare_sync(self.role)
 
-    def land(self) -> None:
+    def end_sync(self) -> None:
         """End the sync that ``send`` has begun."""
         self.perform_sync()
         self.finish_sync(self.role)
@@ -418,12 +418,12 @@ class OuterLoop:
             self.in_flight.abandon()
             self.in_flight.end()
         self._forget_local(self.fragments)
-        self.has_healed = self._must_settle = True
+        self.has_healed = self._has_unfinished_heal = True
         # A single rank need not wait until others have healed too.
         if not self.fragments[0].globals.share.has_ranks:
-            self.settle()
+            self.finish_heal()
 
-    def settle(self) -> bool:
+    def finish_heal(self) -> bool:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
 
         A heal runs on torchft's thread, where no collective may run. It may fail on one rank alone,
@@ -433,9 +433,9 @@ class OuterLoop:
         Returns:
             Whether all ranks hold the same. If not, they may be at different fragments.
         """
-        (have_healed,) = self.fragments[0].globals.mean_over_ranks(self._must_settle)
+        (have_healed,) = self.fragments[0].globals.mean_over_ranks(self._has_unfinished_heal)
         if have_healed == 1:
-            self._must_settle = False
+            self._has_unfinished_heal = False
             self._take_global(self.fragments)
         return have_healed in (0, 1)
 
@@ -447,7 +447,7 @@ class OuterLoop:
         Groups that have ended take part in the syncs of those that still train, and contribute
         nothing.
         """
-        self._land_early()
+        self._end_sync_early()
         while not (self.result.is_over and self.inner_steps == self._synced_at):
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
@@ -464,16 +464,16 @@ class OuterLoop:
         It is for a group that has no samples at the moment and may get some. Without it the others
         could end the run, or this group would fall behind and be healed.
         """
-        self._land_early()
+        self._end_sync_early()
         self.sync(Role.IDLES)
 
-    def _land_early(self) -> None:
+    def _end_sync_early(self) -> None:
         """End the sync in flight, if there is one. A sync from a checkpoint is sent first."""
         if self.in_flight is not None:
             with self.clock.blocking():
                 if self.is_unsent:
                     self.send()
-                self.land()
+                self.end_sync()
 
     @property
     def is_unsent(self) -> bool:

@@ -27,7 +27,7 @@ from composer_replication.replica.lighthouse import LastingServer, read_status
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
-from composer_replication.replica.quorum import Connection, MemberReport
+from composer_replication.replica.quorum import MemberReport, QuorumConnection
 from composer_replication.replica.quorum_member import (
     MissingMembers,
     QuorumDeclined,
@@ -351,7 +351,7 @@ class ReplicaManager(InterruptibleManager):
         super()._reconfigure_pg(number, handles)
         if len(handles) > 1:
             self._alarm = SyncAlarm(next(iter(boards.values())), number)
-        self.member.own.connection = Connection(communicator_id, len(handles), number)
+        self.member.own.connection = QuorumConnection(communicator_id, len(handles), number)
 
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
         return find_unreachable(handles, self._connect_timeout.total_seconds())

@@ -30,7 +30,7 @@ class PreviousQuorum(NamedTuple):
     members: tuple[str, ...]
 
 
-class Connection(NamedTuple):
+class QuorumConnection(NamedTuple):
     """The process group that the members of a quorum have built. Equal on all members.
 
     Attributes:
@@ -72,7 +72,7 @@ class MemberReport:
     left_out: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     has_waited: bool = False
-    connection: Connection | None = None
+    connection: QuorumConnection | None = None
     unreachable: tuple[str, ...] = ()
     has_failed: bool = False
     gathers: bool = False

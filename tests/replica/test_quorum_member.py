@@ -18,9 +18,9 @@ from composer_replication.replica import quorum_member
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.peer_client import proof
 from composer_replication.replica.quorum import (
-    Connection,
     MemberReport,
     PreviousQuorum,
+    QuorumConnection,
     write_handle,
 )
 from composer_replication.replica.quorum_member import (
@@ -118,7 +118,7 @@ class Groups:
         for letter, outcome in outcomes.items():
             if outcome == "connected":
                 member, number = self.member[letter], hash(tuple(handles.items()))
-                connection = Connection(quorum_id, len(member.reports), number)
+                connection = QuorumConnection(quorum_id, len(member.reports), number)
                 member.own.connection = None if letter in fails else connection
         assert len(set(outcomes.values())) == 1, f"members are not of one mind: {outcomes}"
         return next(iter(outcomes.values()))
