@@ -14,7 +14,7 @@ from composer.algorithms.ema.ema import EMAParameters
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.shards import held_tensor
 from composer_replication.group.host import Averages
 from composer_replication.group.replica_group import ReplicaGroup
 
@@ -118,7 +118,7 @@ class WeightAverages(Averages):
         assert ema.ema_model is not None, "it is active"
         kept = dict([*ema.ema_model.named_parameters(), *ema.ema_model.named_buffers()])
         prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
-        return {name: local_tensor(kept.get(prefix + name, t)) for name, t in live.items()}
+        return {name: held_tensor(kept.get(prefix + name, t)) for name, t in live.items()}
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.

@@ -31,7 +31,7 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
-from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.shards import held_tensor
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
 from composer_replication.diloco.wrapped import own_model, own_optimizers
@@ -144,7 +144,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._manager = cast(Manager, manager)
         self._local_optimizer = self._inner_optimizers[0]
         self._hooks: list[RemovableHandle] = []
-        synced = [global_parameters.local_tensors for global_parameters in owned]
+        synced = [global_parameters.live for global_parameters in owned]
         self._watched = WatchedModel(model_fragments, synced)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
@@ -226,7 +226,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._backwards += 1
         if self._backwards % BACKWARDS == 0:
             before = self._seen
-            self._seen = local_tensor(parameter).flatten()[:1024].clone()
+            self._seen = held_tensor(parameter).flatten()[:1024].clone()
             if self._backwards > BACKWARDS and not torch.equal(before, self._seen):
                 raise self._uncounted()
 
@@ -272,7 +272,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         ]
         for other in self._inner_optimizers[1:]:
             self._hooks.append(other.register_step_post_hook(self._note_other_step))
-        local = (t for each in self._outer.fragments for t in each.globals.local.values())
+        local = (t for each in self._outer.fragments for t in each.globals.averaged.values())
         if trained := [tensor for tensor in local if tensor.requires_grad]:
             hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
             self._hooks.append(hook)

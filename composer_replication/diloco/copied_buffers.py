@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.shards import held_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
@@ -43,7 +43,7 @@ class CopiedBuffers:
     def __init__(self, live: Mapping[str, Tensor]) -> None:
         self.live = {name: buffer for name, buffer in live.items() if not has_mean(buffer)}
         self.values = {n: t.detach().to("cpu", copy=True) for n, t in self.live.items()}
-        self._like = [local_tensor(buffer) for buffer in live.values()]
+        self._like = [held_tensor(buffer) for buffer in live.values()]
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(

@@ -22,7 +22,7 @@ from composer_replication.diloco.outer_optimizer import (
     is_plain_sgd,
     pseudo_gradient,
 )
-from composer_replication.diloco.shards import Shards, local_tensor
+from composer_replication.diloco.shards import Shards, held_tensor
 
 
 class GlobalParameters:
@@ -73,13 +73,13 @@ class GlobalParameters:
         _check_dtypes(parameters)
         buffers = {name: t for name, t in tensors.items() if name not in parameters}
         averaged = {name: t for name, t in buffers.items() if has_mean(t)}
-        self.local = parameters | averaged
+        self.averaged = parameters | averaged
         self.copied = CopiedBuffers(averaged | buffers)
-        held = {name: local_tensor(tensor) for name, tensor in self.local.items()}
+        held = {name: held_tensor(tensor) for name, tensor in self.averaged.items()}
         self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         resting = backup_device or self.device
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
-        self.share = shards_of(self.local.values())
+        self.share = shards_of(self.averaged.values())
         self.shards = self.share
         # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
         if self.share.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
@@ -108,7 +108,7 @@ class GlobalParameters:
         self._step_norms = StepNorms()
         """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
         self.num_parameters = len(parameters)
-        self.averaged_buffers = range(len(parameters), len(self.local))
+        self.averaged_buffers = range(len(parameters), len(self.averaged))
         self.optimizer = outer_optimizer(owned)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise ValueError(
@@ -218,7 +218,7 @@ class GlobalParameters:
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
-        parameters = islice(self.local.values(), self.num_parameters)
+        parameters = islice(self.averaged.values(), self.num_parameters)
         return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
 
     # Global parameters that rest in host memory are computed with on the model's device.
@@ -326,9 +326,9 @@ class GlobalParameters:
         return self.shards.num_shares > 1
 
     @property
-    def local_tensors(self) -> dict[str, Tensor]:
+    def live(self) -> dict[str, Tensor]:
         """The model's tensors that are synchronised, in the order of ``tensors``."""
-        return {**self.local, **self.copied.live}
+        return {**self.averaged, **self.copied.live}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -336,8 +336,8 @@ class GlobalParameters:
         return {**self.theta, **self.copied.values}
 
     def held(self) -> list[Tensor]:
-        """What this rank holds of ``local_tensors``; not copies."""
-        return [local_tensor(tensor) for tensor in self.local_tensors.values()]
+        """What this rank holds of ``live``; not copies."""
+        return [held_tensor(tensor) for tensor in self.live.values()]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
@@ -402,7 +402,7 @@ class GlobalParameters:
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
-        self.share.level([*self.local_tensors.values()][self.num_parameters :])
+        self.share.level([*self.live.values()][self.num_parameters :])
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
@@ -525,6 +525,6 @@ def _check_dtypes(parameters: Mapping[str, Tensor]) -> None:
 
 def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the outer optimizer treats each element by itself, as far as we know."""
-    shapes = (local_tensor(parameter).shape for parameter in parameters.values())
+    shapes = (held_tensor(parameter).shape for parameter in parameters.values())
     like = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
     return is_plain_sgd(outer_optimizer(like))

@@ -496,6 +496,6 @@ def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None
         if fragment is None:
             each.state.clear()
         else:
-            for tensor in fragment.globals.local_tensors.values():
+            for tensor in fragment.globals.live.values():
                 each.state.pop(tensor, None)
         each = getattr(each, "base_optimizer", None)

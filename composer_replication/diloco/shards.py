@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=300)
 """How long a rank waits for the shares of the others when a whole tensor is asked for."""
 
 
-def local_tensor(parameter: Tensor) -> Tensor:
+def held_tensor(parameter: Tensor) -> Tensor:
     """Return a parameter's storage on this rank: of a DTensor (FSDP2) this rank's shard."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
@@ -119,7 +119,7 @@ class Shards:
         self._device = torch.device(next(sharded, None) or next((t.device for t in tensors), "cpu"))
 
         self.bucket = BUCKET
-        self.whole_sizes = [local_tensor(tensor).numel() for tensor in tensors]
+        self.whole_sizes = [held_tensor(tensor).numel() for tensor in tensors]
         self._firsts = [*itertools.accumulate(self.whole_sizes, initial=0)]
         # Shards are one share: each rank has another one, and all of it.
         self.num_shares = 1 if are_held else size

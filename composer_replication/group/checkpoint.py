@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_replication.diloco.copied_buffers import has_mean
 from composer_replication.diloco.fragments import listed
-from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.shards import held_tensor
 from composer_replication.group.global_weights import as_dtensor
 from composer_replication.settings import FIXED, FIXED_WITH_BUFFERS, DiLoCoSettings, check_fixed
 
@@ -126,7 +126,7 @@ class CheckpointLayout:
         """Return empty tensors in the structure of ``pack``, to load a sharded checkpoint into."""
 
         def empty(names: Iterable[str]) -> dict[str, Tensor]:
-            return {n: torch.empty_like(local_tensor(self.live[n]), dtype=dtypes[n]) for n in names}
+            return {n: torch.empty_like(held_tensor(self.live[n]), dtype=dtypes[n]) for n in names}
 
         averaged = [name for name, t in self.live.items() if has_mean(t)]
         dtypes = {n: torch.float32 if n in averaged else t.dtype for n, t in self.live.items()}
@@ -135,7 +135,7 @@ class CheckpointLayout:
         return self._saved(
             "",
             "",
-            local={name: torch.empty_like(local_tensor(t)) for name, t in self.live.items()},
+            local={name: torch.empty_like(held_tensor(t)) for name, t in self.live.items()},
             momentum=empty(trained if has_momentum else ()),
             residual=empty(averaged if self._settings.keeps_residual else ()),
             theta=empty(self._theta_beside),
@@ -200,7 +200,7 @@ class CheckpointLayout:
         }
         in_model = {n: t for n, t in self.live.items() if n not in loaded["theta"]}
         theta = loaded["theta"] | {
-            name: local_tensor(t).to(torch.float32, copy=True) for name, t in in_model.items()
+            name: held_tensor(t).to(torch.float32, copy=True) for name, t in in_model.items()
         }
         has_momentum, groups = progress["has_momentum"], progress["outer_optimizers"]
         fragments = []
@@ -331,7 +331,7 @@ def checksums(
     meshes = [tensor.device_mesh for tensor in live.values() if isinstance(tensor, DTensor)]
     sums = []
     for name, tensor in live.items():
-        own = local_tensor(tensor) if held is None else held(name)
+        own = held_tensor(tensor) if held is None else held(name)
         sums.append(_checksum(own) if not meshes or _adds_its_part(tensor) else 0)
     if meshes:
         together = torch.tensor(sums, dtype=torch.int64, device=meshes[0].device_type)

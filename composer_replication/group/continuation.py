@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import listed, synced_tensors
-from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.shards import held_tensor
 from composer_replication.group.checkpoint import (
     BadStateError,
     CheckpointLayout,
@@ -196,7 +196,7 @@ class Continuation:
         self._resumed = None
         with torch.no_grad():
             for name, tensor in local.items():
-                local_tensor(self.layout.live[name]).copy_(tensor)
+                held_tensor(self.layout.live[name]).copy_(tensor)
         if state is None:
             return {}
         diloco.load_state_dict(state)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_replication.diloco.shards import local_tensor
+from composer_replication.diloco.shards import held_tensor
 
 
 class GlobalWeights:
@@ -81,13 +81,13 @@ class GlobalWeights:
     def saved(self, name: str) -> Tensor:
         """Return this rank's part of what ``state_dict()`` of the model has under a name."""
         live = self._live[name]
-        return local_tensor(live if self._is_left_alone() else self._like(live, self._theta[name]))
+        return held_tensor(live if self._is_left_alone() else self._like(live, self._theta[name]))
 
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""
         if self._kept is not None:
             return self._kept
-        return {name: local_tensor(tensor) for name, tensor in self._live.items()}
+        return {name: held_tensor(tensor) for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def show(self) -> None:
@@ -95,7 +95,7 @@ class GlobalWeights:
         if self._kept is None:
             kept = {}
             for name, tensor in self._live.items():
-                theta, local = self._theta[name], local_tensor(tensor)
+                theta, local = self._theta[name], held_tensor(tensor)
                 kept[name] = local.to(theta.device, copy=True)
                 local.copy_(theta)
             self._kept = kept
@@ -105,7 +105,7 @@ class GlobalWeights:
         """Put the local parameters back, bitwise identical."""
         if self._kept is not None:
             for name, tensor in self._live.items():
-                local_tensor(tensor).copy_(self._kept[name])
+                held_tensor(tensor).copy_(self._kept[name])
             self._kept = None
 
     def read_from(self, theta: Mapping[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.shards import Shards, count_shards, local_tensor
+from composer_replication.diloco.shards import Shards, count_shards, held_tensor
 from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
@@ -105,7 +105,7 @@ def step(parameters, ranks):
     outer = nesterov_sgd(1.0, 0.9)
     shards_of = partial(Shards, ranks=ranks, are_held=ranks is not None)
     owned = GlobalParameters(parameters, outer, CPU, shards_of)
-    local = [local_tensor(t).reshape(-1) for t in parameters.values()]
+    local = [held_tensor(t).reshape(-1) for t in parameters.values()]
     mean = mean_of(owned.share, [local])
     if mean.is_finite:
         owned.take_outer_step(mean, alpha=1.0)
