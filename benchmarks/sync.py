@@ -39,7 +39,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo
-from composer_replication.diloco.shards import BUCKET
+from composer_replication.diloco.division import BUCKET
 from composer_replication.settings import WIRE_FORMATS
 
 from composer_replication.replica.factory import make_manager  # isort: skip

@@ -19,7 +19,7 @@ from still import Still, build_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco import flat_chunks, shards
+from composer_replication.diloco import division, flat_chunks
 from composer_replication.diloco.averaging import quantized_buckets, quantized_mean
 
 SCALE = 100
@@ -38,7 +38,7 @@ def scale_down() -> None:
     flat_chunks.CHUNK = flat_chunks.CHUNK // SCALE // 16 * 16
     flat_chunks.SCRATCH = flat_chunks.SCRATCH // SCALE
     flat_chunks.LAST_SCRATCH = flat_chunks.LAST_SCRATCH // SCALE
-    shards.BUCKET = shards.BUCKET // SCALE // 512 * 512
+    division.BUCKET = division.BUCKET // SCALE // 512 * 512
     quantized_buckets.FRAME = quantized_buckets.FRAME // SCALE // 512 * 512
 
 

@@ -14,7 +14,7 @@ from composer.algorithms.ema.ema import EMAParameters
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_replication.diloco.shards import held_tensor
+from composer_replication.diloco.division import held_tensor
 from composer_replication.group.host import Averages
 from composer_replication.group.replica_group import ReplicaGroup
 

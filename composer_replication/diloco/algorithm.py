@@ -16,6 +16,7 @@ from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.construction import give_settings, log_sizes, own_fragments
+from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.fragments import (
     WatchedModel,
     check_trained_by,
@@ -31,7 +32,6 @@ from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
-from composer_replication.diloco.shards import held_tensor
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
 from composer_replication.diloco.wrapped import own_model, own_optimizers

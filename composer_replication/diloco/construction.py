@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from composer_replication.diloco.division import Division, connect_hosts, count_shards
 from composer_replication.diloco.fragments import described_tensors
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
 from composer_replication.diloco.peer_rows import ROW
-from composer_replication.diloco.shards import Shards, connect_hosts, count_shards
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.settings import TENSORS, DiLoCoSettings
 
@@ -70,15 +70,15 @@ def own_fragments(
     are_held = any(count_shards(t) > 1 for tensors in fragments for t in tensors.values())
     if are_held:  # each rank holds a shard already
         ranks = ranks or torch.distributed.group.WORLD
-    shards_of = partial(
-        Shards,
+    division_of = partial(
+        Division,
         ranks=ranks,
         are_held=are_held,
         host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
     )
     device = None if backup_device is None else torch.device(backup_device)
     try:
-        return [GlobalParameters(f, outer_optimizer, device, shards_of) for f in fragments]
+        return [GlobalParameters(f, outer_optimizer, device, division_of) for f in fragments]
     except torch.OutOfMemoryError as error:
         count = sum(tensor.numel() for tensors in fragments for tensor in tensors.values())
         raise ValueError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.diloco.shards import held_tensor
+from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, _foreach_copy_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
-from composer_replication.diloco.shards import Shards
+from composer_replication.diloco.division import Division
 
 CHUNK = 2**18
 """Elements of a chunk on a CPU: what is written is still in cache when it is read again."""
@@ -128,7 +128,7 @@ class Layout:
     chunk's arithmetic, so there it goes over all at once, unless it needs scratch memory for all.
 
     Args:
-        share: What this rank has of the tensors.
+        division: What this rank has of the tensors.
         tensors: The model's tensors on this rank.
         num_parameters: How many of them, from the first on, are parameters; None for all. The
             others are buffers.
@@ -144,19 +144,19 @@ class Layout:
 
     def __init__(
         self,
-        share: Shards,
+        division: Division,
         tensors: Sequence[Tensor],
         num_parameters: int | None = None,
         *,
         whole: bool = False,
         rests_elsewhere: bool = False,
     ) -> None:
-        self.share = share
-        self.sizes = share.whole_sizes if whole else share.sizes
-        self._is_cut = not whole and share.num_shares > 1
+        self.division = division
+        self.sizes = division.whole_sizes if whole else division.sizes
+        self._is_cut = not whole and division.num_shares > 1
         self._firsts = [*itertools.accumulate(self.sizes, initial=0)]
         count = len(tensors) if num_parameters is None else num_parameters
-        kinds = ((t.dtype, share.copies[i], i < count) for i, t in enumerate(tensors))
+        kinds = ((t.dtype, division.copies[i], i < count) for i, t in enumerate(tensors))
         self._kinds = [*kinds]
         self.are_parameters = torch.arange(len(tensors)) < count
         self._pieces: dict[tuple[int, int], Pieces] = {}
@@ -216,7 +216,7 @@ class Layout:
             first, size = self._firsts[index], self.sizes[index]
             start, stop = max(0, place.start - first), min(size, place.stop - first)
             if start < stop:
-                begin = self.share.part_start(index) if self._is_cut else 0
+                begin = self.division.part_start(index) if self._is_cut else 0
                 is_all = not self._is_cut and stop - start == size
                 parts.append((index, None if is_all else slice(begin + start, begin + stop)))
                 sizes.append(stop - start)

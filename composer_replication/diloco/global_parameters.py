@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from composer_replication.diloco.averaging.flat_buffer import resting_memory
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
+from composer_replication.diloco.division import Division, held_tensor
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import (
@@ -22,7 +23,6 @@ from composer_replication.diloco.outer_optimizer import (
     is_plain_sgd,
     pseudo_gradient,
 )
-from composer_replication.diloco.shards import Shards, held_tensor
 
 
 class GlobalParameters:
@@ -46,20 +46,20 @@ class GlobalParameters:
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state rest between syncs. None: on the model's
             device.
-        shards_of: Returns the ``Shards`` of tensors: what this rank has of them.
+        division_of: Returns the ``Division`` of tensors: what this rank has of them.
 
     Attributes:
         num_parameters: How many parameters there are: the first tensors in ``theta``.
         averaged_buffers: The indices of the buffers in ``theta``.
         device: Where the model is.
-        share: What this rank averages with other groups.
+        division: What this rank averages with other groups.
         layout: The order of that in flat buffers.
-        shards: What it holds of the global parameters.
+        theta_division: What it holds of the global parameters: the same, or whole tensors.
         flat: All that it holds, 1-D fp32, one tensor after the other. ``theta`` has the views.
 
     Raises:
         ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, a parameter
-            is float64, or see ``Shards``.
+            is float64, or see ``Division``.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GlobalParameters:
         tensors: Mapping[str, Tensor],
         outer_optimizer: OuterOptimizer,
         backup_device: torch.device | None = None,
-        shards_of: Callable[[Iterable[Tensor]], Shards] = Shards,
+        division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
         parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         _check_dtypes(parameters)
@@ -79,27 +79,27 @@ class GlobalParameters:
         self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         resting = backup_device or self.device
         self.shapes = {name: tensor.shape for name, tensor in held.items()}
-        self.share = shards_of(self.averaged.values())
-        self.shards = self.share
+        self.division = division_of(self.averaged.values())
+        self.theta_division = self.division
         # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
-        if self.share.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
-            self.shards = Shards(held.values())
+        if self.division.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
+            self.theta_division = Division(held.values())
         rests_elsewhere = resting.type != self.device.type
         make_layout = functools.partial(
             Layout,
-            self.share,
+            self.division,
             [*held.values()],
             len(parameters),
             rests_elsewhere=rests_elsewhere,
         )
         self.layout = make_layout()
         self._whole_layout = self.layout
-        if self.share.num_shares > 1:
+        if self.division.num_shares > 1:
             self._whole_layout = make_layout(whole=True)
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
-        self.flat = resting_memory(sum(self.shards.sizes), resting, rests_elsewhere)
+        self.flat = resting_memory(sum(self.theta_division.sizes), resting, rests_elsewhere)
         with torch.no_grad():
-            pairs = zip(self.views(self.flat), self.shards.own(held.values()), strict=True)
+            pairs = zip(self.views(self.flat), self.theta_division.own(held.values()), strict=True)
             views = [nn.Parameter(view.copy_(part.view(view.shape))) for view, part in pairs]
         self.theta = dict(zip(held, views, strict=True))
         owned = [self.theta[name] for name in parameters]
@@ -186,7 +186,7 @@ class GlobalParameters:
         """Give the mean to another outer optimizer as gradients, and let it step."""
         deltas = mean.unpack()
         squares = Squares(len(self.theta))
-        squares.add(deltas.split(self.shards.sizes), [*range(len(self.theta))])
+        squares.add(deltas.split(self.theta_division.sizes), [*range(len(self.theta))])
         unmoved = self._unmoved(squares.by_tensor(), deltas)
         parameters = [*self.theta.values()]
         deltas = self.views(deltas.to(self.flat.device))
@@ -205,14 +205,14 @@ class GlobalParameters:
     def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
         has_moved = squares.bool().double()
-        parts = sums.split(self.shards.sizes)
+        parts = sums.split(self.theta_division.sizes)
         for index in has_moved.logical_not().nonzero().flatten().tolist():
             has_moved[index] = float(parts[index].any())  # fp32 has no squares of 1e-30
-        ranks = self.shards.sum(has_moved).tolist()
+        ranks = self.theta_division.sum(has_moved).tolist()
         return [index for index in range(self.num_parameters) if not ranks[index]]
 
     def _note_norms(self, squares: Tensor, **more: float) -> None:
-        copies = self.shards.copies
+        copies = self.theta_division.copies
         of_parameters = squares.where(self.layout.are_parameters, 0.0)
         self._step_norms = StepNorms(_norm(squares, copies), _norm(of_parameters, copies), **more)
 
@@ -251,8 +251,8 @@ class GlobalParameters:
             weight: This group's contribution.
         """
         own = self.flat
-        if self.share is not self.shards:
-            own = own[self.share.start :][: self.layout.num_elements]
+        if self.division is not self.theta_division:
+            own = own[self.division.start :][: self.layout.num_elements]
 
         def write(chunk: Chunk, into: Tensor) -> None:
             values = into[chunk.place]
@@ -305,14 +305,14 @@ class GlobalParameters:
 
     def _gather(self, mean: WeightedMean) -> Tensor:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
-        mean.flat[self.share.start :][: self.flat.numel()] = self.flat
-        self.share.gather(mean.flat)
+        mean.flat[self.division.start :][: self.flat.numel()] = self.flat
+        self.division.gather(mean.flat)
         return mean.flat
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        pairs = zip(self.theta.values(), self.shards.own(self.held()), strict=False)
+        pairs = zip(self.theta.values(), self.theta_division.own(self.held()), strict=False)
         return any(
             not torch.equal(own, theta.view(-1).to(own.device, own.dtype))
             for theta, own in islice(pairs, self.num_parameters)
@@ -323,7 +323,7 @@ class GlobalParameters:
     @property
     def is_shared(self) -> bool:
         """Whether ``theta`` has this rank's part of each tensor, 1-D, and not all of it."""
-        return self.shards.num_shares > 1
+        return self.theta_division.num_shares > 1
 
     @property
     def live(self) -> dict[str, Tensor]:
@@ -341,11 +341,15 @@ class GlobalParameters:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
-        return list(flat.split(self.shards.sizes)) if self.is_shared else self.whole_views(flat)
+        return (
+            list(flat.split(self.theta_division.sizes))
+            if self.is_shared
+            else self.whole_views(flat)
+        )
 
     def whole_views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor in a buffer that has the shares of all ranks, in its shape."""
-        sizes = self.share.whole_sizes
+        sizes = self.division.whole_sizes
         parts = flat[: sum(sizes)].split(sizes)
         return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
 
@@ -361,7 +365,7 @@ class GlobalParameters:
         own = self.theta[name].detach() if part is None else part
         if not self.is_shared:
             return own
-        return self.shards.whole(list(self.theta).index(name), own).view(self.shapes[name])
+        return self.theta_division.whole(list(self.theta).index(name), own).view(self.shapes[name])
 
     def not_finite(self, local: Sequence[Tensor] = ()) -> tuple[set[int], set[int]]:
         """The averaged buffers, by index, that are not finite and so have no mean.
@@ -384,7 +388,7 @@ class GlobalParameters:
                 row += finite.logical_not().cpu()
         globally, locally = (
             {index for index, count in zip(buffers, counts, strict=True) if count}
-            for counts in self.share.sum(odd).tolist()
+            for counts in self.division.sum(odd).tolist()
         )
         return globally, locally
 
@@ -397,16 +401,16 @@ class GlobalParameters:
         """
         received, theta = self.copied.take(), [*self.theta.values()]
         for index in averaged:
-            own = self.shards.part_of(index, received[index - self.num_parameters])
+            own = self.theta_division.part_of(index, received[index - self.num_parameters])
             theta[index].copy_(own.view(theta[index].shape))
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
-        self.share.level([*self.live.values()][self.num_parameters :])
+        self.division.level([*self.live.values()][self.num_parameters :])
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
-        sums = self.share.sum(torch.tensor([*values, 1.0], dtype=torch.float64))
+        sums = self.division.sum(torch.tensor([*values, 1.0], dtype=torch.float64))
         *totals, count = sums.tolist()
         return [total / count for total in totals]
 
@@ -490,7 +494,7 @@ class GlobalParameters:
         its ranks.
         """
         *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
-        return StepNorms._make([*self.shards.norms(own), decay])
+        return StepNorms._make([*self.theta_division.norms(own), decay])
 
     def _own_momentum_norm(self) -> float:
         if self._momentum_norm is None:
@@ -499,7 +503,7 @@ class GlobalParameters:
                 buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
                 if buffer is not None:
                     squares.add([buffer.view(-1)], [index])
-            self._momentum_norm = _norm(squares.by_tensor(), self.shards.copies)
+            self._momentum_norm = _norm(squares.by_tensor(), self.theta_division.copies)
         return self._momentum_norm
 
 

@@ -88,7 +88,7 @@ class GlobalState:
         With shares or shards it is a collective of the ranks. With shards it is the SHA-256 over
         the digests of the ranks' shards, in the order of the ranks.
         """
-        return self._fragments[0].shards.digest(digest_of_tensors(self.parameters()))
+        return self._fragments[0].theta_division.digest(digest_of_tensors(self.parameters()))
 
     def digest_is_due(self, every: int) -> bool:
         """Whether digests are compared at this outer step: at every ``every``-th one; 0: never."""
@@ -396,7 +396,7 @@ def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
     if globals_.is_shared:
         whole = {name: torch.empty(s, device="meta") for name, s in globals_.shapes.items()}
         _check(state, whole | globals_.copied.values)
-    return _each_tensor(globals_, state, lambda n, t: globals_.shards.part_of(index[n], t))
+    return _each_tensor(globals_, state, lambda n, t: globals_.theta_division.part_of(index[n], t))
 
 
 def _each_tensor(

@@ -420,7 +420,7 @@ class OuterLoop:
         self._forget_local(self.fragments)
         self.has_healed = self._has_unfinished_heal = True
         # A single rank need not wait until others have healed too.
-        if not self.fragments[0].globals.share.has_ranks:
+        if not self.fragments[0].globals.division.has_ranks:
             self.finish_heal()
 
     def finish_heal(self) -> bool:

@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_replication.diloco.copied_buffers import has_mean
+from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.fragments import listed
-from composer_replication.diloco.shards import held_tensor
 from composer_replication.group.global_weights import as_dtensor
 from composer_replication.settings import FIXED, FIXED_WITH_BUFFERS, DiLoCoSettings, check_fixed
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from composer_replication.diloco.algorithm import DiLoCo
+from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.fragments import listed, synced_tensors
-from composer_replication.diloco.shards import held_tensor
 from composer_replication.group.checkpoint import (
     BadStateError,
     CheckpointLayout,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_replication.diloco.shards import held_tensor
+from composer_replication.diloco.division import held_tensor
 
 
 class GlobalWeights:

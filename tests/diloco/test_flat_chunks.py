@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from composer_replication.diloco import flat_chunks
+from composer_replication.diloco.division import Division
 from composer_replication.diloco.flat_chunks import Layout, Squares
-from composer_replication.diloco.shards import Shards
 
 LIMIT = 50
 
@@ -34,7 +34,7 @@ def flat_of(layout, values):
 
 def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
     values = tensors()
-    layout = Layout(Shards(values), values, num_parameters=8)
+    layout = Layout(Division(values), values, num_parameters=8)
     assert torch.equal(flat_of(layout, values), torch.cat([t.reshape(-1).float() for t in values]))
     places = [chunk.place for chunk in layout.chunks]
     assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
@@ -49,7 +49,7 @@ def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
 def test_on_an_accelerator_what_is_rounded_has_room_behind_its_chunk(monkeypatch):
     monkeypatch.setattr(flat_chunks, "LAST_SCRATCH", 64)
     values = [tensor.to("meta") for tensor in tensors() if tensor.is_contiguous()]
-    layout = Layout(Shards(values), values)
+    layout = Layout(Division(values), values)
     assert len(layout.chunks) == 3 < len(layout.chunks_to_pack)  # they end where a dtype does
     places = [chunk.place for chunk in layout.chunks_to_pack]
     assert [0, *(place.stop for place in places)] == [
@@ -64,7 +64,7 @@ def test_on_an_accelerator_what_is_rounded_has_room_behind_its_chunk(monkeypatch
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 def test_what_is_written_is_what_was_read(alpha):
     values, into = tensors(), [torch.ones_like(t) for t in tensors()]
-    layout = Layout(Shards(values), values)
+    layout = Layout(Division(values), values)
     flat = flat_of(layout, values)
     for chunk in layout.chunks:
         chunk.write(flat[chunk.place], into, alpha, unmixed={0, 6})
@@ -77,7 +77,7 @@ def test_what_is_written_is_what_was_read(alpha):
 
 def test_a_tensor_that_becomes_scattered_is_written():
     values = [torch.randn(40, 3), torch.randn(9)]
-    layout = Layout(Shards(values), values)
+    layout = Layout(Division(values), values)
     assert len(layout.chunks) == 3
     values[0] = values[0].t().contiguous().t()
     flat = flat_of(layout, values)
@@ -92,7 +92,7 @@ def test_the_shares_of_all_ranks_make_up_the_buffer():
     read = []
     for rank in range(4):
         ranks = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 4)
-        layout = Layout(Shards(values, ranks), values)
+        layout = Layout(Division(values, ranks), values)
         assert all(chunk.place.stop - chunk.place.start <= LIMIT for chunk in layout.chunks)
         read.append(flat_of(layout, values))
     assert torch.equal(torch.cat(read), torch.cat([t.reshape(-1).float() for t in values]))
@@ -100,14 +100,14 @@ def test_the_shares_of_all_ranks_make_up_the_buffer():
 
 def test_a_row_is_never_cut():
     values = [torch.randn(3), torch.randn(4, 70).t().contiguous().t(), torch.randn(7)]
-    layout = Layout(Shards(values), values)
+    layout = Layout(Division(values), values)
     assert [c.place.stop for c in layout.chunks] == [3, 73, 143, 213, 283, 290]
     assert torch.equal(flat_of(layout, values), torch.cat([t.reshape(-1) for t in values]))
 
 
 def test_squares_add_up_by_tensor_however_the_buffer_is_cut():
     values = [t.float() for t in tensors()]
-    layout = Layout(Shards(values), values)
+    layout = Layout(Division(values), values)
     flat = flat_of(layout, values)
     for step in (13, 64, 1000):
         squares = Squares(len(values))

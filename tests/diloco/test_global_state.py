@@ -43,7 +43,7 @@ class State(GlobalState):
         with self.outer_step_of([]):
             for fragment in self.fragments:
                 values = [torch.sin(theta.detach()) for theta in fragment.theta.values()]
-                fragment.take_outer_step(mean_of(fragment.share, [values]))
+                fragment.take_outer_step(mean_of(fragment.division, [values]))
 
     def numbers(self):
         return [fragment.flat.tolist() for fragment in self.fragments]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from composer_replication.diloco import construction, hang_watch, shards
+from composer_replication.diloco import construction, division, hang_watch
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.simulation.simulation import simulate
 
@@ -194,7 +194,7 @@ def heal_together(rank, world):
 
 def ask_alone(rank, world):
     """A rank that asks for global parameters alone gets an error, and the others go on."""
-    shards.TIMEOUT = timedelta(seconds=1)
+    division.TIMEOUT = timedelta(seconds=1)
 
     def replica(group):
         if rank == 0:

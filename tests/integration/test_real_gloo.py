@@ -25,7 +25,7 @@ from torch.distributed import AllreduceOptions
 from torchft.process_group import reconfigure_with_store
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco import shards
+from composer_replication.diloco import division
 from composer_replication.replica.process_group import host_store, make_process_group
 
 pytestmark = pytest.mark.integration
@@ -67,7 +67,7 @@ class Draws:
 
 
 ROUNDS, SYNC_EVERY = 3, 4
-BUCKET = shards.BUCKET
+BUCKET = division.BUCKET
 SMALL_BUCKET = 512
 """Several buckets, the last one of another size."""
 
@@ -84,7 +84,7 @@ def train_on_draws(group: Group, runs: list[dict[str, Any]]) -> list[list[str]]:
     """One run after the other, each with settings of its own, and a size of buckets."""
     seen = []
     for settings in runs:
-        shards.BUCKET = settings.pop("bucket", BUCKET)
+        division.BUCKET = settings.pop("bucket", BUCKET)
         model = Assorted()
         inner = (draws := Draws(model, group.replica_id)).optimizer
         with group.training(model, SYNC_EVERY, inner=inner, outer=None, **settings) as run:
@@ -150,7 +150,7 @@ SETTINGS = [
 
 
 def test_real_groups_come_to_the_bits_of_the_simulation(monkeypatch):
-    monkeypatch.setattr(shards, "BUCKET", SMALL_BUCKET)
+    monkeypatch.setattr(division, "BUCKET", SMALL_BUCKET)
     runs = [{"bucket": SMALL_BUCKET, **settings} for settings in SETTINGS]
     first, second, third = run_groups(train_on_draws, num_replicas=3, runs=runs)
     assert first == second == third
@@ -189,7 +189,7 @@ def fail_in_an_exchange(
     group: Group, fails_in: list[tuple[str, str]], at: int, dies: bool
 ) -> list[list[tuple[int, int, float, list[float]]]]:
     """In the second sync of each run group 1 dies, or gives up, after so many messages."""
-    shards.BUCKET = 512 * 3
+    division.BUCKET = 512 * 3
     seen = []
     for wire_format, name in fails_in:
         model = Constant(0.0, w=(512 * 200,))

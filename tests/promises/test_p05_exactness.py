@@ -9,11 +9,11 @@ from common import Constant, mean_of, plain_sgd
 from promises.groups import learn, run
 from torch import nn
 
-from composer_replication.diloco import shards
+from composer_replication.diloco import division
+from composer_replication.diloco.division import Division
 from composer_replication.diloco.flat_chunks import CHUNK
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import is_plain_sgd
-from composer_replication.diloco.shards import Shards
 from composer_replication.settings import WIRE_FORMATS
 from composer_replication.simulation import SimulationError
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("bucket", [1, 10, 2**18])
 def test_the_size_of_a_bucket_never_changes_a_bit(bucket, monkeypatch):
     whole = learn(3, 10, sync_every=5)
-    monkeypatch.setattr(shards, "BUCKET", bucket)
+    monkeypatch.setattr(division, "BUCKET", bucket)
     assert learn(3, 10, sync_every=5) == whole
 
 
@@ -44,7 +44,7 @@ def test_where_torchft_drops_gradients_the_mean_is_right(sizes):
     groups = [
         [torch.full((n,), factor * (k + 1.0)) for k, n in enumerate(sizes)] for factor in (1, 3)
     ]
-    means = mean_of(Shards(groups[0]), groups, (1.0, 1.0)).unpack().split(sizes)
+    means = mean_of(Division(groups[0]), groups, (1.0, 1.0)).unpack().split(sizes)
     expected = [[2.0 * (k + 1)] for k in range(len(sizes))]
     assert [mean.unique().tolist() for mean in means] == expected
 
@@ -52,7 +52,7 @@ def test_where_torchft_drops_gradients_the_mean_is_right(sizes):
 def test_mixed_dtypes_are_averaged_in_fp32():
     # In torchft a first bf16 parameter rounds the second one's -4.00390625 to -4.
     groups = [[torch.ones(3, dtype=torch.bfloat16), torch.tensor([-4.00390625])]] * 2
-    mean = mean_of(Shards(groups[0]), groups, (1.0, 1.0)).unpack()
+    mean = mean_of(Division(groups[0]), groups, (1.0, 1.0)).unpack()
     assert mean[-1] == -4.00390625
 
 
@@ -175,7 +175,7 @@ def test_every_bit_of_an_outer_step_is_that_of_torch(name, dtype, alpha):
     draw = torch.Generator().manual_seed(1)
     for _ in range(3):
         deltas = [[torch.randn(t.shape, generator=draw) for t in theta] for _ in range(2)]
-        globals_.take_outer_step(mean_of(globals_.share, deltas, [1.0, 2.0]), alpha)
+        globals_.take_outer_step(mean_of(globals_.division, deltas, [1.0, 2.0]), alpha)
         for t, one, other in zip(theta, *deltas, strict=True):
             t.grad = (one + 2 * other) / 3
         reference.step()

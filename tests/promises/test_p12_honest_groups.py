@@ -17,9 +17,9 @@ from torch import nn
 
 from composer_replication import simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
+from composer_replication.diloco.division import Division
 from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.outer_health import UsualPace, learning_rate
-from composer_replication.diloco.shards import Shards
 from composer_replication.group.checkpoint import CheckpointLayout
 from composer_replication.simulation import Fault
 
@@ -138,7 +138,7 @@ def test_a_counting_buffer_hides_no_group_that_moves_too_far(caplog):
 
 def test_neither_buffers_nor_the_residual_nor_frozen_layers_count_as_moved():
     tensors = torch.full((4,), 2.0), torch.zeros(60), torch.full((9,), 100.0)
-    share = Shards(tensors)
+    share = Division(tensors)
     layout = Layout(share, tensors, 2)
     mean = QuantizedMean(layout, torch.device("cpu"), wire_format="fp4")
     mean.residual += 50.0

@@ -72,7 +72,7 @@ class QuantizedMean(WeightedMean):
         self._exchange: Exchange | None = None
         self._message_memory = FlatMemory(self.device)
         self._taken: Tensor | None = None
-        size = self.share.stop - self.share.start
+        size = self.division.stop - self.division.start
         self.residual = torch.zeros(size, device=self.device)
         """The residual of this rank's share, 1-D fp32: what rounding has taken from the sum."""
 
@@ -91,7 +91,7 @@ class QuantizedMean(WeightedMean):
         groups, rank = manager.num_participants(), manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
-        size = min(self.share.bucket, several)
+        size = min(self.division.bucket, several)
         buckets = [
             QuantizedBucket(values, groups, rank, self._format) for values in self._own.split(size)
         ]
@@ -135,22 +135,22 @@ class QuantizedMean(WeightedMean):
 
     def gather_residual(self) -> Tensor:
         whole = self.residual
-        if self.share.num_shares > 1:
-            whole = whole.new_zeros(self.share.padded)
-            whole[self.share.start : self.share.stop] = self.residual
-            self.share.gather(whole)
-        return whole[: sum(self.share.whole_sizes)]
+        if self.division.num_shares > 1:
+            whole = whole.new_zeros(self.division.padded)
+            whole[self.division.start : self.division.stop] = self.residual
+            self.division.gather(whole)
+        return whole[: sum(self.division.whole_sizes)]
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
-        own = whole[self.share.start : self.share.stop]
+        own = whole[self.division.start : self.division.stop]
         self.residual.zero_()[: own.numel()] = own
 
     def forget_residual(self, tensors: Collection[int] | None = None) -> None:
         if tensors is None:
             self.residual.zero_()
             return
-        parts = self.residual[: sum(self.share.sizes)].split(self.share.sizes)
+        parts = self.residual[: sum(self.division.sizes)].split(self.division.sizes)
         for index in tensors:
             parts[index].zero_()
 

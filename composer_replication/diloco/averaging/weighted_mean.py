@@ -42,12 +42,12 @@ class WeightedMean:
         self.layout = layout
         self.device = device
         self.gathers = gathers
-        self.share = layout.share
+        self.division = layout.division
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
         self._sums: Tensor | None = None
         self._squares: Squares | None = None
-        self.num_bytes_float32 = 4 * (self.share.stop - self.share.start + 1)
+        self.num_bytes_float32 = 4 * (self.division.stop - self.division.start + 1)
         self.num_bytes = self.num_bytes_float32
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
@@ -79,10 +79,10 @@ class WeightedMean:
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
         """
-        share = self.share
+        division = self.division
         layout = self.layout
-        flat = self._memory.take(share.padded)
-        to_send = flat[share.start : share.stop]
+        flat = self._memory.take(division.padded)
+        to_send = flat[division.start : division.stop]
         own = to_send[: layout.num_elements]
         count = len(layout.sizes)
         squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
@@ -96,7 +96,7 @@ class WeightedMean:
             if not self._is_weighted:
                 squares.add(parts, [count + index for index in indices])
         sums = self._sums_of(squares.by_tensor())
-        norms = (share.sum(sums) if asks_ranks else sums).sqrt()
+        norms = (division.sum(sums) if asks_ranks else sums).sqrt()
         self.norm, self.sent_norm, self.moved, elements = norms.tolist()
         self.moved_each = self.moved / (elements or 1.0)
         self.is_left_out = False
@@ -109,7 +109,7 @@ class WeightedMean:
             # Padding: what an earlier sync has left there would be summed.
             to_send[layout.num_elements :] = 0.0
         weight = torch.full((1,), self.contribution, device=self.device)
-        self.messages = [*to_send.split(share.bucket), weight]
+        self.messages = [*to_send.split(division.bucket), weight]
         self._sums = flat
         self._squares = None
 
@@ -120,7 +120,7 @@ class WeightedMean:
         Args:
             squares: Those of the values by tensor, and then of what is sent if that is another.
         """
-        copies = torch.tensor(self.share.copies, dtype=torch.float64)
+        copies = torch.tensor(self.division.copies, dtype=torch.float64)
         values, sent = squares[: len(copies)] / copies, squares[-len(copies) :] / copies
         moved = torch.where(self.layout.are_parameters, values, 0.0)
         elements = torch.where(moved > 0, torch.tensor(self.layout.sizes) / copies, 0.0)
@@ -134,7 +134,7 @@ class WeightedMean:
 
     @property
     def _own(self) -> Tensor:
-        return self.flat[self.share.start : self.share.stop]
+        return self.flat[self.division.start : self.division.stop]
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
@@ -143,9 +143,9 @@ class WeightedMean:
         self._squares = squares
 
         def note_arrived(start: int) -> None:  # while later messages are on their way
-            self._add_squares(squares, slice(start, start + self.share.bucket))
+            self._add_squares(squares, slice(start, start + self.division.bucket))
 
-        starts = range(0, self._own.numel(), self.share.bucket)
+        starts = range(0, self._own.numel(), self.division.bucket)
         pairs = zip(works, starts, strict=False)
         return [*(Then(work, partial(note_arrived, start)) for work, start in pairs), works[-1]]
 
@@ -262,7 +262,7 @@ class WeightedMean:
 
     def _gather(self) -> None:
         if self.total and self.gathers:
-            self.share.gather(self.flat)
+            self.division.gather(self.flat)
 
     @property
     def flat(self) -> Tensor:
@@ -274,7 +274,7 @@ class WeightedMean:
     def sums(self) -> Tensor:
         """``divisor`` times the mean, 1-D fp32: each tensor after the other, or the share of it."""
         if self.gathers:
-            return self.flat[: sum(self.share.whole_sizes)]
+            return self.flat[: sum(self.division.whole_sizes)]
         return self._own[: self.layout.num_elements]
 
     def unpack(self) -> Tensor:
@@ -297,7 +297,7 @@ class WeightedMean:
 
     def touch_memory(self) -> None:
         """Write to the memory of the messages, so that the first ``pack`` has no page faults."""
-        self._memory.give_back(self._memory.take(self.share.padded).zero_())
+        self._memory.give_back(self._memory.take(self.division.padded).zero_())
 
     def clear(self) -> None:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""

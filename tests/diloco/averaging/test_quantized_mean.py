@@ -17,8 +17,8 @@ from torch.distributed import ReduceOp
 from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.wire_sizes import PART
+from composer_replication.diloco.division import Division
 from composer_replication.diloco.flat_chunks import Layout
-from composer_replication.diloco.shards import Shards
 from composer_replication.settings import WIRE_FORMATS
 from composer_replication.simulation.simulation import Fault
 
@@ -57,7 +57,7 @@ def average(sim, mean, step):
 
 
 def make_mean(wire_format, bucket=512):
-    share = Shards(map(torch.empty, SIZES))
+    share = Division(map(torch.empty, SIZES))
     share.bucket = bucket
     return QuantizedMean(
         Layout(share, [*map(torch.empty, SIZES)]), torch.device("cpu"), wire_format=wire_format

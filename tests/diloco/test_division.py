@@ -1,8 +1,8 @@
 """Ranks that hold shards of a model agree on its norms, its digest and whether it is finite.
 
-Run: pytest tests/diloco/test_shards.py. Four real processes over gloo, in a mesh that shards in one
-dimension and replicates in the other, and in one that only shards; each is compared with a single
-rank that holds all.
+Run: pytest tests/diloco/test_division.py. Four real processes over gloo, in a mesh that shards in
+one dimension and replicates in the other, and in one that only shards; each is compared with a
+single rank that holds all.
 """
 
 import math
@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
+from composer_replication.diloco.division import Division, count_shards, held_tensor
 from composer_replication.diloco.flat_chunks import Layout
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
-from composer_replication.diloco.shards import Shards, count_shards, held_tensor
 from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
@@ -40,11 +40,11 @@ def one_rank(process, folder):
     with pytest.raises(ValueError, match="divided into 4 shards, and ranks has 1 ranks: pass"):
         pair = [dist.new_group([each]) for each in range(RANKS)][rank]
         tensors = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)]).values()
-        Shards(tensors, pair, are_held=True)
+        Division(tensors, pair, are_held=True)
     parameters = sharded(init_device_mesh("cpu", (RANKS,)), [Shard(0)])
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
-        layout = Layout(Shards([local], world, are_held=True), [local])
+        layout = Layout(Division([local], world, are_held=True), [local])
         mean = WeightedMean(layout, CPU)
         mean.pack(written([local]), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
@@ -59,7 +59,7 @@ def leave_out(rank, world):
 
 
 def shares_of(tensors, ranks):
-    share = Shards(tensors, ranks)
+    share = Division(tensors, ranks)
     share.bucket = 1000
     return share
 
@@ -103,10 +103,10 @@ def compare(rank, mesh, placements, num_shards):
 def step(parameters, ranks):
     """A mean of their values, and the global parameters after an outer step along it."""
     outer = nesterov_sgd(1.0, 0.9)
-    shards_of = partial(Shards, ranks=ranks, are_held=ranks is not None)
-    owned = GlobalParameters(parameters, outer, CPU, shards_of)
+    division_of = partial(Division, ranks=ranks, are_held=ranks is not None)
+    owned = GlobalParameters(parameters, outer, CPU, division_of)
     local = [held_tensor(t).reshape(-1) for t in parameters.values()]
-    mean = mean_of(owned.share, [local])
+    mean = mean_of(owned.division, [local])
     if mean.is_finite:
         owned.take_outer_step(mean, alpha=1.0)
     return mean, owned

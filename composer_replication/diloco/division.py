@@ -52,8 +52,8 @@ def connect_hosts(ranks: ProcessGroup) -> ProcessGroup:
     return group
 
 
-class Shards:
-    """What this rank holds of tensors that lie one after the other, and what the whole group holds.
+class Division:
+    """How tensors that lie one after the other are divided among the ranks of a group.
 
     Without other ranks it holds all of them, and nothing is sent. With other ranks ``sum``,
     ``norms``, ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the
