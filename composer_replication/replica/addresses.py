@@ -111,12 +111,10 @@ def listen(hostname: str | None) -> socket.socket:
         hostname: How peers reach this machine. If it is None, or resolves to no address of this
             machine, the socket listens on all interfaces, since peers may use any of them.
     """
-    address = own_address(hostname)
-    is_dual = address is None and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual or ":" in (address or "") else socket.AF_INET
-    return socket.create_server(
-        (address or "", 0), family=family, backlog=4096, dualstack_ipv6=is_dual
-    )
+    address = own_address(hostname) or ""
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=4096, dualstack_ipv6=is_dual)
 
 
 def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
@@ -166,8 +164,9 @@ def _addresses(hostname: str) -> set[str]:
 
 def _own_addresses() -> dict[str, str]:
     """This machine's addresses, each with its network interface."""
-    return {
-        address.address.partition("%")[0]: name
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-    }
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            address, _, _ = each.address.partition("%")  # an IPv6 address may have a scope
+            found[address] = name
+    return found

@@ -166,7 +166,8 @@ def connect(
             "host_store() and send its address to the others"
         )
     raise_file_limit()
-    replica_id, lighthouse_addr = replica_id_of(options), lighthouse_of(options)
+    replica_id = replica_id_of(options)
+    lighthouse_addr = lighthouse_of(options)
     for name in _OVERRIDES:
         if name in os.environ:
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
@@ -297,7 +298,8 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
         try:
             yield
         finally:
-            torchft.manager.ManagerServer, torchft.manager.uuid = ManagerServer, uuid
+            torchft.manager.ManagerServer = ManagerServer
+            torchft.manager.uuid = uuid
 
 
 class _OneLine(logging.Filter):
@@ -312,7 +314,8 @@ class _OneLine(logging.Filter):
         self._last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info = record.exc_text = None
+        record.exc_info = None
+        record.exc_text = None
         is_news = record.getMessage() != self._last
         self._last = record.getMessage()
         return is_news and "NCCL flight recorder" not in self._last

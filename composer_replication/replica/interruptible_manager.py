@@ -53,8 +53,11 @@ class InterruptibleWork:
                 return False
             # A twentieth of the wait so far: the sleep does not make short collectives longer, and
             # long ones take no processor time from training.
-            time.sleep(min(self.LONGEST_NAP_S, (time.monotonic() - began) / 20))
-        return self._work.wait() if timeout is None else self._work.wait(timeout)
+            waited_s = time.monotonic() - began
+            time.sleep(min(self.LONGEST_NAP_S, waited_s / 20))
+        if timeout is None:
+            return self._work.wait()
+        return self._work.wait(timeout)
 
 
 class DaemonExecutor(futures.Executor):
@@ -138,10 +141,13 @@ class InterruptibleManager(Manager):
             received: 1-D; the parts from all groups, in the order of the groups.
             sent: 1-D; as many equal parts as there are groups.
         """
-        into, sent = self._carried(received), self._carried(sent)
-        return self._start_collective(
-            lambda: self._pg.alltoall_base(into, sent, [], [], AllToAllOptions()), into, received
-        )
+        into = self._carried(received)
+        sent = self._carried(sent)
+
+        def start() -> Any:
+            return self._pg.alltoall_base(into, sent, [], [], AllToAllOptions())
+
+        return self._start_collective(start, into, received)
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
         """Start to send ``own`` to all groups. Errors are handled as in ``allreduce``.
@@ -150,11 +156,14 @@ class InterruptibleManager(Manager):
             gathered: 1-D; the parts from all groups, in the order of the groups.
             own: This group's part.
         """
-        into, own = self._carried(gathered), self._carried(own)
+        into = self._carried(gathered)
+        own = self._carried(own)
         parts = list(into.chunk(into.numel() // own.numel()))
-        return self._start_collective(
-            lambda: self._pg.allgather([parts], [own], AllgatherOptions()), into, gathered
-        )
+
+        def start() -> Any:
+            return self._pg.allgather([parts], [own], AllgatherOptions())
+
+        return self._start_collective(start, into, gathered)
 
     def _start_collective(self, start: Callable[[], Any], carried: Tensor, result: Tensor) -> Any:
         """Do for a collective that torchft's Manager lacks what ``Manager.allreduce`` does.

@@ -189,14 +189,12 @@ def read_status(lighthouse_addr: str, timeout_s: float = CONNECT_TIMEOUT_S) -> L
         Member(name, int(step), addr, int(ranks))
         for name, step, addr, ranks in _MEMBER.findall(page)
     )
-    situation = _SITUATION.search(page)
+    found = _SITUATION.search(page)
+    situation = LighthouseStatus.situation if found is None else found[1].strip()
     heartbeats = _HEARTBEAT.findall(page)
-    return LighthouseStatus(
-        members,
-        situation[1].strip() if situation else LighthouseStatus.situation,
-        frozenset(name for _, name in heartbeats),
-        frozenset(name for age, name in heartbeats if "old" not in age),
-    )
+    heard_of = frozenset(name for _, name in heartbeats)
+    alive = frozenset(name for age, name in heartbeats if "old" not in age)
+    return LighthouseStatus(members, situation, heard_of, alive)
 
 
 def start_lighthouse(

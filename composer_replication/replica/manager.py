@@ -27,7 +27,7 @@ from composer_replication.replica.lighthouse import LastingServer, read_status
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import check_is_torchft_s
-from composer_replication.replica.quorum import MemberReport, QuorumConnection
+from composer_replication.replica.quorum import MemberReport, QuorumConnection, group_name
 from composer_replication.replica.quorum_member import (
     MissingMembers,
     QuorumDeclined,
@@ -60,7 +60,8 @@ class AnsweringClient:
     """
 
     def __init__(self, client: Any) -> None:
-        self.ask, self.should_commit = client._quorum, client.should_commit
+        self.ask = client._quorum
+        self.should_commit = client.should_commit
         self.quorum: Any = None
 
     def _quorum(self, **request: Any) -> Any:
@@ -128,7 +129,8 @@ class ReplicaManager(InterruptibleManager):
             hostname=bracketed(hostname or socket.gethostname()),
             **arguments,
         )
-        self.store, self._prefetch = store, prefetch
+        self.store = store
+        self._prefetch = prefetch
         self.give_up_after_s = give_up_after_s
         self._lighthouse_addr = lighthouse_addr
         self._server = server
@@ -148,11 +150,22 @@ class ReplicaManager(InterruptibleManager):
             MissingMembers(lambda: read_status(lighthouse_addr).alive),
             self._find_unreachable,
             self._min_replica_size,
-            (self._group_rank, self._group_world_size),
+            self._group_rank,
+            self._group_world_size,
             self._store,
         )
         self.settings = self.member.own.settings
         self._client = AnsweringClient(self._client)
+
+    _HOLDING_SOCKETS = (
+        "_pg",
+        "_store",
+        "_client",
+        "member",
+        "_manager",
+        "_checkpoint_transport",
+        "_prefetch",
+    )
 
     @property
     def fault(self) -> str | None:
@@ -176,12 +189,14 @@ class ReplicaManager(InterruptibleManager):
 
     def on_other_datasets(self) -> list[str]:
         """The groups of the last quorum that divide other datasets, and this one; empty: none."""
-        own = {*self.member.own.data}
-        data = {name: {*report.data} for name, report in self.member.reports.items()}
-        # A group may have divided one more, as where a part of a notebook has run again.
-        odd = {name for name, its in data.items() if not (its <= own or its >= own)}
-        names = sorted(odd | {self.member.name}) if odd else []
-        return [name.partition(":")[0] for name in names]
+        own = set(self.member.own.data)
+        found = set()
+        for name, report in self.member.reports.items():
+            its = set(report.data)
+            # A group may have divided one more, as where a part of a notebook has run again.
+            if not (its <= own or its >= own):
+                found.update((name, self.member.name))
+        return [group_name(name) for name in sorted(found)]
 
     def serve_state(self, source: GlobalState) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
@@ -337,13 +352,14 @@ class ReplicaManager(InterruptibleManager):
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
         places = dict(zip(boards, map(json.loads, handles), strict=True))
-        unreachable = self.member.own.unreachable = self._find_unreachable(places)
-        if unreachable:  # the next report names them too
+        unreachable = self._find_unreachable(places)
+        self.member.own.unreachable = unreachable  # the next report names them too
+        if unreachable:
             rendezvous.decline(unreachable)
             name = unreachable[0]
             raise ConnectionError(
-                f"replica group {name.partition(':')[0]} says it is at {places[name]['store']}, "
-                "which does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
+                f"replica group {group_name(name)} says it is at {places[name]['store']}, which "
+                "does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
                 "(hostname=...) there to a name or address of its machine that this one reaches"
             )
         if len(handles) > 1:
@@ -395,8 +411,7 @@ class ReplicaManager(InterruptibleManager):
         self._server.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
-        names = "_pg _store _client member _manager _checkpoint_transport _prefetch"
-        for name in names.split():
+        for name in self._HOLDING_SOCKETS:
             setattr(self, name, None)
         self._load_state_dict_fns.clear()
         self._user_state_dicts.clear()

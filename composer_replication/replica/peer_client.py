@@ -69,7 +69,9 @@ def converted(value: Any, kind: Any) -> Any:
     if get_origin(kind) is tuple:
         return tuple(converted(each, kinds[0]) for each in converted(value, list))
     if issubclass(kind, tuple):
-        pairs = zip(converted(value, list), get_type_hints(kind).values(), strict=True)
+        values = converted(value, list)
+        fields = get_type_hints(kind).values()
+        pairs = zip(values, fields, strict=True)
         return kind(*(converted(*pair) for pair in pairs))
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
@@ -85,9 +87,8 @@ def send(connection: socket.socket, content: Any, deadline: float) -> None:
         deadline: When it must have been sent, by ``time.monotonic``.
     """
     text = json.dumps(content).encode()
-    connection.settimeout(
-        max(0.001, deadline - time.monotonic())
-    )  # a timeout of 0 would make the socket non-blocking
+    # A timeout of 0 would make the socket non-blocking.
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
     connection.sendall(_LENGTH.pack(len(text)) + text)
 
 
@@ -175,7 +176,9 @@ class PeerClient:
     """
 
     def __init__(self, tokens: Sequence[str], name: str, timeout: float) -> None:
-        self._tokens, self._name, self.timeout = tuple(tokens) or ("",), name, timeout
+        self._tokens = tuple(tokens) or ("",)
+        self._name = name
+        self.timeout = timeout
         # The place where each address was reached: a look-up of a name takes seconds where no name
         # server answers.
         self._places: dict[str, Any] = {}
@@ -215,7 +218,8 @@ class PeerClient:
             PeerError: The body does not arrive in time, or has another size.
         """
         with self._asked(address, request, deadline, self.timeout) as (connection, _, answer):
-            if (size := answer.get("size")) != len(into):
+            size = answer.get("size")
+            if size != len(into):
                 raise PeerError(f"{address} sends {size} bytes, and offered {len(into)}")
             fill(connection, into, deadline, self.timeout)
 
@@ -254,14 +258,20 @@ class PeerClient:
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Get the server's challenge, and ask with a proof for it."""
         challenge = receive(connection, LARGEST_ANSWER, deadline)
-        question = (address, challenge, secrets.token_hex(16), self._name, list(request))
-        names = ("nonce", "name", "request", "proof")
-        signed = proof(self._tokens[0], "question", *question)
-        send(connection, dict(zip(names, (*question[2:], signed), strict=True)), deadline)
+        nonce = secrets.token_hex(16)
+        question = (address, challenge, nonce, self._name, list(request))
+        sent = {
+            "nonce": nonce,
+            "name": self._name,
+            "request": list(request),
+            "proof": proof(self._tokens[0], "question", *question),
+        }
+        send(connection, sent, deadline)
         answer = receive(connection, LARGEST_ANSWER, deadline)
         if not isinstance(answer, dict):
             raise ValueError(f"it answers {answer!r:.40}")
-        if (error := answer.get("error")) == "rejected":
+        error = answer.get("error")
+        if error == "rejected":
             raise PeerError(
                 f"{address} does not accept this group's token: set COMPOSER_REPLICATION_TOKEN to "
                 "the same secret in all groups"
@@ -283,7 +293,8 @@ class PeerClient:
             family, kind, protocol, _, end = place
             connection = socket.socket(family, kind, protocol)
             try:
-                connection.settimeout(max(0.001, min(self.timeout, deadline - time.monotonic())))
+                left = deadline - time.monotonic()
+                connection.settimeout(max(0.001, min(self.timeout, left)))
                 connection.connect(end)
                 self._places[address] = place
                 return connection
@@ -308,7 +319,8 @@ class Notices:
     """
 
     def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
+        self._address = address
+        self._timeout_s = timeout_s
         self._client = PeerClient(tokens, "", timeout_s)
 
     def post(self, key: str, notice: str) -> None:

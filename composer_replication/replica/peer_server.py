@@ -82,7 +82,8 @@ class PeerServer:
         self.address = f"{bracketed(hostname or socket.gethostname())}:{port}"
         self.answers: dict[str, Callable[..., Any]] = {"post": self._post, "read": self._read}
         self.unproven = Strangers(MOST_UNPROVEN)
-        self._rejections, self._shortages = RateLimitedCount(), RateLimitedCount()
+        self._rejections = RateLimitedCount()
+        self._shortages = RateLimitedCount()
         self._notices: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()  # for the notices: each connection has a thread of its own
         self._closing = threading.Event()
@@ -134,7 +135,8 @@ class PeerServer:
     def _pause(self, error: Exception) -> None:
         # A connection stays in the kernel's queue. Without this pause the loop would spin and take
         # the interpreter lock from the training thread.
-        if (count := self._shortages.count()) is not None:
+        count = self._shortages.count()
+        if count is not None:
             log.warning("Cannot accept a connection (%s), %d times", error, count)
         time.sleep(ACCEPT_PAUSE_S)
 
@@ -159,10 +161,11 @@ class PeerServer:
             send(connection, {"error": "rejected"}, deadline)
             return
         self.unproven.discard(connection)  # the token is proven: it is a peer's
+        kind, *arguments = request
         with contextlib.ExitStack() as stack:
             body: Body = ()
             try:
-                answer = self.answers[request[0]](*request[1:])
+                answer = self.answers[kind](*arguments)
                 if isinstance(answer, AbstractContextManager):
                     body = stack.enter_context(answer)
                     said = {"size": sum(map(len, body))}
@@ -184,7 +187,8 @@ class PeerServer:
 
     def _log_rejection(self, host: str, name: str) -> None:
         # A line for every request would let a stranger fill the disk.
-        if (count := self._rejections.count()) is not None:
+        count = self._rejections.count()
+        if count is not None:
             log.warning(
                 "Rejected a request for the global state from %s, who says to be %r: no valid "
                 "token. Rejected since the last such line: %d",

@@ -155,8 +155,9 @@ def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchPr
     backend._set_sequence_number_for_group()
     group = TorchProcessGroup(store, rank, world_size)
     group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
-    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
-        group._register_backend(torch.device(device), TorchProcessGroup.BackendType.GLOO, backend)
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    for device in map(torch.device, devices):
+        group._register_backend(device, TorchProcessGroup.BackendType.GLOO, backend)
     return group
 
 

@@ -126,9 +126,19 @@ MemberReports = Mapping[str, MemberReport]
 """By the lighthouse's name of the member, in the order of the quorum."""
 
 
+def group_name(member: str) -> str:
+    """The replica id in the lighthouse's name of a member, which also has a uuid."""
+    return member.partition(":")[0]
+
+
 def group_names(members: Iterable[str]) -> str:
-    """The replica ids of members, for a message. The lighthouse's names also have a uuid."""
-    return ", ".join(sorted(member.partition(":")[0] for member in members))
+    """The replica ids of members, for a message."""
+    return ", ".join(sorted(map(group_name, members)))
+
+
+def _first_comers(reports: MemberReports) -> list[str]:
+    """All members: first those that were in a quorum before, then by name. Equal on all members."""
+    return sorted(reports, key=lambda name: (reports[name].previous is None, name))
 
 
 # ---- who leaves ------------------------------------------------------------------------------
@@ -171,12 +181,12 @@ def shared_folders(reports: MemberReports) -> dict[str, str]:
     Returns:
         What is wrong and what to do, by the member's name.
     """
-    first: dict[str, str] = {}
+    holders: dict[str, str] = {}
     found = {}
-    for name in sorted(reports, key=lambda each: (reports[each].previous is None, each)):
-        group = name.partition(":")[0]
+    for name in _first_comers(reports):
+        group = group_name(name)
         for folder in reports[name].saves_to:
-            holder = first.setdefault(folder, group)
+            holder = holders.setdefault(folder, group)
             if holder != group:
                 found[name] = (
                     f"replica groups {holder} and {group} both save to {folder}, and would "
@@ -201,11 +211,8 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
     Raises:
         SettingsMismatch: All living groups of the last quorum have another number.
     """
-    peers = [
-        member
-        for member in status.members
-        if member.replica_id.partition(":")[0] != replica_id and member.replica_id in status.alive
-    ]
+    alive = [member for member in status.members if member.replica_id in status.alive]
+    peers = [member for member in alive if group_name(member.replica_id) != replica_id]
     if peers and all(peer.world_size != num_ranks for peer in peers):
         whose = f"replica group {group_names([peers[0].replica_id])}"
         compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
@@ -220,10 +227,10 @@ def second_holders(reports: MemberReports) -> frozenset[str]:
     Args:
         reports: By the lighthouse's name of the member: its replica id, a colon and a uuid.
     """
-    holders: dict[str, list[str]] = {}
-    for name in sorted(reports, key=lambda each: (reports[each].previous is None, each)):
-        holders.setdefault(name.partition(":")[0], []).append(name)
-    return frozenset(name for names in holders.values() for name in names[1:])
+    holders: dict[str, str] = {}
+    for name in _first_comers(reports):
+        holders.setdefault(group_name(name), name)
+    return frozenset(reports.keys() - holders.values())
 
 
 # ---- who is waited for -------------------------------------------------------------------------
@@ -264,13 +271,11 @@ def members_before(reports: MemberReports) -> frozenset[str]:
     It reads all reports, and not this member's own memory: a joiner has none, and would use the
     quorum and wait in it for those that decline it.
     """
-    return frozenset(
-        name
-        for report in reports.values()
-        if report.previous is not None
-        for name in report.previous.members
-        if name not in report.left_out
-    )
+    members: set[str] = set()
+    for report in reports.values():
+        if report.previous is not None:
+            members.update(set(report.previous.members).difference(report.left_out))
+    return frozenset(members)
 
 
 # ---- who is blamed, and left out ---------------------------------------------------------------
@@ -293,18 +298,17 @@ def at_fault(reports: MemberReports) -> str | None:
         reports: By the lighthouse's name of the member.
     """
     highest = max(report.step for report in reports.values())
-    broken_links = {
-        frozenset((name, other))
-        for name, report in reports.items()
-        for other in report.unreachable
-        if other in reports
-    }
+    broken_links = set()
+    for name, report in reports.items():
+        for other in reports.keys() & report.unreachable:
+            broken_links.add(frozenset((name, other)))
 
     def blame(name: str) -> tuple[bool, bool, int, int, str]:
+        own = reports[name]
         links = sum(name in link for link in broken_links)
         accusers = sum(name in report.unreachable for report in reports.values())
-        is_joiner = links > 0 and reports[name].step < highest
-        return reports[name].has_failed, is_joiner, links, accusers, name
+        is_joiner = links > 0 and own.step < highest
+        return own.has_failed, is_joiner, links, accusers, name
 
     has_failed, _, links, _, name = max(map(blame, reports))
     return name if has_failed or links else None
@@ -314,8 +318,8 @@ def describe_fault(name: str, reports: MemberReports) -> str:
     """Say in one sentence why the member is blamed, for a message."""
     if reports[name].has_failed:
         return "it fails by an error of its own, which the log has"
-    others = [(other, report) for other, report in reports.items() if other != name]
-    groups = {other for other, report in others if name in report.unreachable}
+    groups = {other for other, report in reports.items() if name in report.unreachable}
+    groups.discard(name)
     if not groups:
         return f"it cannot reach {group_names(reports[name].unreachable)}"
     return (
@@ -329,14 +333,17 @@ def members_to_leave_out(reports: MemberReports, min_replica_size: int = 1) -> f
     Nobody is left out if a member has failed by an error of its own, if fewer than
     ``min_replica_size`` members would stay, or none with the newest global parameters.
     """
-    kept = dict(reports)
-    newest = max(report.step for report in reports.values())
     if any(report.has_failed for report in reports.values()):
         return frozenset()
-    while (name := at_fault(kept)) is not None:
+    kept = dict(reports)
+    while True:
+        name = at_fault(kept)
+        if name is None:
+            break
         del kept[name]
         if len(kept) < max(1, min_replica_size):
             return frozenset()
+    newest = max(report.step for report in reports.values())
     if all(report.step < newest for report in kept.values()):
         return frozenset()
     return frozenset(reports.keys() - kept.keys())
@@ -361,19 +368,20 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
         An object with the attributes that ``torchft.manager.Manager`` reads of a ``QuorumResult``.
     """
     kept = [index for index, name in enumerate(quorum.replica_ids) if name in reports]
-    rank, steps = kept.index(quorum.replica_rank), [report.step for report in reports.values()]
-    max_step = max(steps)
-    donors = [index for index, step in enumerate(steps) if step == max_step]
-    joiners = [index for index, step in enumerate(steps) if step != max_step]
-    donor_of = {
-        joiner: donors[(turn + group_rank) % len(donors)] for turn, joiner in enumerate(joiners)
-    }
+    rank = kept.index(quorum.replica_rank)
+    members = [*reports.values()]
+    max_step = max(report.step for report in members)
+    donors = [index for index, report in enumerate(members) if report.step == max_step]
+    joiners = [index for index, report in enumerate(members) if report.step != max_step]
+    donor_of = {}
+    for turn, joiner in enumerate(joiners):
+        donor_of[joiner] = donors[(turn + group_rank) % len(donors)]
     source = donor_of.get(rank)
     return SimpleNamespace(
         quorum_id=quorum.quorum_id,
         replica_rank=rank,
         replica_world_size=len(kept),
-        recover_src_manager_address="" if source is None else [*reports.values()][source].manager,
+        recover_src_manager_address="" if source is None else members[source].manager,
         recover_src_replica_rank=source,
         recover_dst_replica_ranks=[joiner for joiner, donor in donor_of.items() if donor == rank],
         store_address=quorum.store_address,

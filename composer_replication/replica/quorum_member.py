@@ -20,6 +20,7 @@ from composer_replication.replica.quorum import (
     PreviousQuorum,
     at_fault,
     describe_fault,
+    group_name,
     group_names,
     has_lighthouse_restarted,
     members_before,
@@ -105,7 +106,8 @@ class QuorumMember:
         find_unreachable: Says which members' addresses do not answer. Called on a thread too.
         min_replica_size: So many members stay when members are left out. If too few would, nobody
             is.
-        ranks: This process's rank in its group, and how many the group has.
+        rank: This process's rank in its group.
+        num_ranks: How many ranks the group has.
         store: The group's ``TCPStore``; a single rank needs none.
 
     Attributes:
@@ -129,7 +131,8 @@ class QuorumMember:
     missing: MissingMembers
     find_unreachable: FindUnreachable
     min_replica_size: int = 1
-    ranks: tuple[int, int] = (0, 1)
+    rank: int = 0
+    num_ranks: int = 1
     store: Any = None
     reports: MemberReports = field(init=False, default_factory=dict)
     keeps_connection: bool = field(init=False, default=False)
@@ -201,27 +204,38 @@ class QuorumMember:
         # With strangers: the lighthouse counts them too when it decides on a new id.
         current = PreviousQuorum(quorum.quorum_id, tuple(handles))
         # All three, whatever the first one says: each remembers what it has seen.
-        checks = self._is_complete(reports, current), self._fits(reports), self._is_first(reports)
-        is_used = all(checks)
-        # Without the vote one rank could use a quorum that another one has declined: it would wait
-        # in a vote on a commit, and the other in a request for a quorum.
-        if not (vote(is_used) if self.ranks[1] > 1 else is_used):
+        is_complete = self._is_complete(reports, current)
+        fits = self._fits(reports)
+        is_first = self._is_first(reports)
+        is_used = is_complete and fits and is_first
+        if self.num_ranks > 1:
+            # Without the vote one rank could use a quorum that another one has declined: it would
+            # wait in a vote on a commit, and the other in a request for a quorum.
+            is_used = vote(is_used)
+        if not is_used:
             self._check_rejection(vote)
             raise QuorumDeclined
         self.missing.deadline = None
         self._assign_blame(reports)
-        if self.ranks[1] == 1:  # another rank might leave out others
+        if self.num_ranks == 1:  # another rank might leave out others
             reports = self._without_unreachable(reports, handles)
-        self.reports, own = reports, self.own.connection
-        is_for_this = own is not None and own[:2] == (quorum.quorum_id, len(reports))
-        self.keeps_connection = is_for_this and all(r.connection == own for r in reports.values())
+        self.reports = reports
+        self.keeps_connection = self._are_connected(quorum.quorum_id)
         if len(reports) == len(handles):
             return quorum
-        return restrict_quorum(quorum, reports, self.ranks[0])
+        return restrict_quorum(quorum, reports, self.rank)
+
+    def _are_connected(self, quorum_id: int) -> bool:
+        """Whether all members have a connection that was made for this quorum and no others."""
+        own = self.own.connection
+        if own is None or own.quorum_id != quorum_id or own.num_members != len(self.reports):
+            return False
+        return all(report.connection == own for report in self.reports.values())
 
     def _warn(self, kind: str, warnings: Mapping[str, str]) -> None:
         """Log a warning for each member, once for as long as there is one in each quorum."""
-        for name in sorted(warnings.keys() - self._warned.get(kind, ())):
+        before = self._warned.get(kind, set())
+        for name in sorted(warnings.keys() - before):
             log.warning("%s", warnings[name])
         self._warned[kind] = set(warnings)
 
@@ -230,20 +244,25 @@ class QuorumMember:
 
         Any process that reaches the lighthouse can be a member of a quorum.
         """
-        found = {name: read_handle(handle, name, self.tokens) for name, handle in handles.items()}
-        reports = {name: report for name, report in found.items() if report is not None}
+        reports: dict[str, MemberReport] = {}
+        strangers: dict[str, str] = {}
+        for name, handle in handles.items():
+            report = read_handle(handle, name, self.tokens)
+            if report is not None:
+                reports[name] = report
+            elif handle or self.rank == 0:
+                # torchft gives a group without a rank of this number an empty handle.
+                strangers[name] = _STRANGER.format(name)
         if self.name not in reports:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
-        # torchft gives a group without a rank of this number an empty handle.
-        unread = handles.keys() - reports.keys()
-        strangers = [name for name in unread if handles[name] or not self.ranks[0]]
-        doubles = second_holders(reports) - {self.name}
-        self._warn("stranger", {name: _STRANGER.format(name) for name in strangers})
-        places = {name: reports[name].board.rpartition(":")[0] for name in doubles}
-        self._warn("double", {n: _DOUBLE.format(group_names([n]), places[n]) for n in doubles})
-        reports = {name: report for name, report in reports.items() if name not in doubles}
+        self._warn("stranger", strangers)
+        doubles: dict[str, str] = {}
+        for name in second_holders(reports) - {self.name}:
+            host, _, _ = reports.pop(name).board.rpartition(":")
+            doubles[name] = _DOUBLE.format(group_name(name), host)
+        self._warn("double", doubles)
         self.own.left_out = tuple(name for name in handles if name not in reports)
         return reports
 
@@ -251,19 +270,22 @@ class QuorumMember:
         """Whether the quorum has all the members that it should wait for; remember the quorum."""
         previous = [each.previous for each in reports.values() if each.previous is not None]
         has_restarted = has_lighthouse_restarted(previous, current)
+        absent = members_before(reports) - reports.keys()
+        # One member's wait counts for all: with quorums of two out of three, each began at another
+        # time.
+        has_waited = any(report.has_waited for report in reports.values())
         if has_restarted:
+            ids = sorted({str(each.quorum_id) for each in previous})
             log.warning(
                 "The lighthouse has been restarted: quorum id %d after %s",
                 current.quorum_id,
-                " and ".join(sorted({str(each.quorum_id) for each in previous})),
+                " and ".join(ids),
             )
             self.missing.add_all(self.reports)
-        elif absent := members_before(reports) - reports.keys():
-            # One member's wait counts for all: with quorums of two out of three, each began at
-            # another time.
-            if not any(report.has_waited for report in reports.values()):
-                self.missing.add_living(absent)
-        self.own.previous, self.reports = current, reports
+        elif absent and not has_waited:
+            self.missing.add_living(absent)
+        self.own.previous = current
+        self.reports = reports
         self.missing.update((report.missing for report in reports.values()), reports)
         return not has_restarted and not self.missing.names
 
@@ -275,7 +297,7 @@ class QuorumMember:
         Only rank 0 compares, because torchft gives higher ranks no report of a group that has no
         such rank. Its vote decides for all ranks.
         """
-        if self.ranks[0]:
+        if self.rank != 0:
             return True
         try:
             others = other_settings(reports, self.name)
@@ -298,40 +320,40 @@ class QuorumMember:
         if self.name not in second_holders(reports):
             return True
         self.own.previous = None  # this member was in no quorum yet: it stays the second holder
-        replica_id = group_names([self.name])
-        board = next(
-            report.board
-            for name, report in reports.items()
-            if name != self.name and group_names([name]) == replica_id
-        )
-        if self.ranks[0] == 0:
-            with suppress(OSError):  # it has died, and will soon be out of the quorum
-                Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
-                self._reject(
-                    DuplicateIdError(
-                        f"replica_id={replica_id!r} is taken: a living replica group on "
-                        f"{board.rpartition(':')[0]} has it. Give each group a REPLICA_GROUP_ID "
-                        "(replica_id=...) of its own; the ranks of one group call "
-                        "torch.distributed.init_process_group before make_manager"
-                    )
+        if self.rank != 0:
+            return False
+        replica_id = group_name(self.name)
+        holders = (name for name in reports if name != self.name)
+        first = next(name for name in holders if group_name(name) == replica_id)
+        board = reports[first].board
+        with suppress(OSError):  # it has died, and will soon be out of the quorum
+            Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
+            host, _, _ = board.rpartition(":")
+            self._reject(
+                DuplicateIdError(
+                    f"replica_id={replica_id!r} is taken: a living replica group on {host} has it. "
+                    "Give each group a REPLICA_GROUP_ID (replica_id=...) of its own; the ranks of "
+                    "one group call torch.distributed.init_process_group before make_manager"
                 )
+            )
         return False
 
     def _reject(self, error: ValueError) -> None:
         """Note on rank 0, before the ranks vote, why this group has to leave."""
         self._rejection = error
-        if self.ranks[1] > 1:
+        if self.num_ranks > 1:
             self.store.set(type(error).__name__, str(error))
 
     def _check_rejection(self, vote: Callable[[bool], bool]) -> None:
         """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
         for kind in self.REJECTIONS:
-            if self.ranks[0] and self.store.check([kind.__name__]):
-                self._rejection = kind(self.store.get(kind.__name__).decode())
+            if self.rank != 0 and self.store.check([kind.__name__]):
+                reason = self.store.get(kind.__name__).decode()
+                self._rejection = kind(reason)
         if self._rejection is None:
             return
         # The store ends with rank 0, which therefore waits until all ranks have read it.
-        if self.ranks[1] > 1:
+        if self.num_ranks > 1:
             with suppress(TimeoutError):
                 vote(False)
         raise self._rejection
@@ -345,20 +367,26 @@ class QuorumMember:
         """
         culprit = at_fault(reports)
         managers = {name: report.manager for name, report in reports.items()}
-        had, has = ({group_names([n]) for n in names} for names in (self._managers, managers))
-        if (gone := had - has) and self.ranks[0] == 0:
+        before = set(map(group_name, self._managers))
+        gone = before.difference(map(group_name, managers))
+        if gone and self.rank == 0:
             log.warning("No longer in the quorum: replica group %s", ", ".join(sorted(gone)))
         # A member whose manager server has another address has been started again.
-        has_changed, self._managers = managers != self._managers, managers
-        self.blamed = "another" if culprit is not None or has_changed else None
-        self.own.unreachable, self.own.has_failed, self._leave_reason = (), False, None
+        has_changed = managers != self._managers
+        self._managers = managers
+        self.own.unreachable = ()
+        self.own.has_failed = False
+        self._leave_reason = None
         if culprit != self.name:
             self._at_fault_since = None
+            self.blamed = "another" if culprit is not None or has_changed else None
             return
-        self.blamed, now = "this", time.monotonic()
+        self.blamed = "this"
+        now = time.monotonic()
         if self._at_fault_since is None:
             self._at_fault_since = now
-        if (seconds := now - self._at_fault_since) > self.LEAVES_AFTER_S:
+        seconds = now - self._at_fault_since
+        if seconds > self.LEAVES_AFTER_S:
             self._leave_reason = (
                 f"for {seconds:.0f} s syncs have failed because of this replica group: "
                 f"{describe_fault(self.name, reports)}. It leaves, and the others go on"
@@ -373,18 +401,17 @@ class QuorumMember:
             QuorumDeclined: This member is not one of them.
         """
         left_out = members_to_leave_out(reports, self.min_replica_size)
-        warning = "Syncs go on without group {}: {}"
-        self._warn(
-            "unreachable",
-            {n: warning.format(group_names([n]), describe_fault(n, reports)) for n in left_out},
-        )
+        warnings = {}
+        for name in left_out:
+            fault = describe_fault(name, reports)
+            warnings[name] = f"Syncs go on without group {group_name(name)}: {fault}"
+        self._warn("unreachable", warnings)
         # Two members that stay find a broken connection again when they connect.
-        own = reports[self.name].unreachable
-        broken = reports.keys() & own if self.name in left_out else left_out.intersection(own)
+        tried = reports if self.name in left_out else left_out
+        broken = set(tried).intersection(reports[self.name].unreachable)
         self._recheck.stop()
-        self._recheck = Recheck(
-            {name: json.loads(handles[name]) for name in broken}, self.find_unreachable
-        )
+        addresses = {name: json.loads(handles[name]) for name in broken}
+        self._recheck = Recheck(addresses, self.find_unreachable)
         self.own.left_out += tuple(sorted(left_out))
         if self.is_left_out:
             raise QuorumDeclined
@@ -409,7 +436,8 @@ class Recheck:
 
     def __init__(self, handles: Mapping[str, Any], find_unreachable: FindUnreachable) -> None:
         self.names = tuple(handles)
-        self._handles, self._find_unreachable = handles, find_unreachable
+        self._handles = handles
+        self._find_unreachable = find_unreachable
         self._stopped = Event()
         if handles:
             Thread(target=self._run, daemon=True, name="diloco-recheck").start()
@@ -480,7 +508,8 @@ class MissingMembers:
         if living:
             log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
             self.deadline = self.deadline or time.monotonic() + self.WAIT_FOR_LIVING_S
-            self.names, self._seen = self.names | living, self._seen | living
+            self.names |= living
+            self._seen |= living
 
     @property
     def has_waited(self) -> bool:
@@ -508,13 +537,17 @@ class MissingMembers:
         # Members that are alive need a moment to ask too. Without this pause the group would ask
         # again at once, and a lighthouse that has all members it knows of answers at once.
         time.sleep(self.POLL_S)
-        while not self.names <= (alive := self.read_alive()):
+        while True:
+            alive = self.read_alive()
+            silent = self.names - alive
+            if not silent:
+                break
             self._seen |= self.names & alive
-            has_stopped = bool(alive) and self.names - alive <= self._seen
+            has_stopped = bool(alive) and silent <= self._seen
             limit_s = self.GONE_WITHIN_S if has_stopped else self.HEARTBEAT_WITHIN_S
             if time.monotonic() > since + limit_s:
                 if alive:
-                    self._drop(self.names - alive, "has not heard of")
+                    self._drop(silent, "has not heard of")
                     return
                 break  # The lighthouse is away again, or its page cannot be read from here.
             time.sleep(self.POLL_S)

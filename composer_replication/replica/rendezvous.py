@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -9,8 +10,10 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.lighthouse import can_connect
 from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.quorum import group_name
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +28,13 @@ def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float)
         timeout_s: Limit of each connection, in seconds. The members are tried at the same time.
     """
 
-    def answers(handle: Mapping[str, Any]) -> bool:
-        host, _, port = handle["store"].rpartition(":")
-        return can_connect(host.strip("[]"), int(port), timeout_s)
+    def is_silent(name: str) -> bool:
+        host, port = host_and_port(handles[name]["store"])
+        return not can_connect(host, port, timeout_s)
 
     with ThreadPoolExecutor(min(16, len(handles))) as pool:
-        answered = list(pool.map(answers, handles.values()))
-    return tuple(name for name, does in zip(handles, answered, strict=True) if not does)
+        are_silent = pool.map(is_silent, handles)
+        return tuple(itertools.compress(handles, are_silent))
 
 
 class Rendezvous:
@@ -83,8 +86,10 @@ class Rendezvous:
             ConnectionError: A member does not connect, has gone, or has not answered within
                 ``limit_s``.
         """
-        began = looked = time.monotonic()
-        first, own = next(iter(self._boards.values())), self._boards[self._own_name]
+        began = time.monotonic()
+        looked = began
+        first = next(iter(self._boards.values()))
+        own = self._boards[self._own_name]
         first.post(self._answers[self._own_name], "yes")
         while True:
             answers = first.read([*self._answers.values(), self._declined])
@@ -93,15 +98,16 @@ class Rendezvous:
                 declining = own.read([self._declined]).get(self._declined)
             if declining is not None:
                 self.decline((), declining)
-                group = declining.partition(":")[0]
-                raise ConnectionError(f"replica group {group} cannot reach all others")
+                raise ConnectionError(
+                    f"replica group {group_name(declining)} cannot reach all others"
+                )
             missing = [name for name, key in self._answers.items() if key not in answers]
             if not missing:
                 return
             now = time.monotonic()
             if now > began + self._limit_s:
                 raise ConnectionError(
-                    f"replica group {missing[0].partition(':')[0]} has not said within "
+                    f"replica group {group_name(missing[0])} has not said within "
                     f"{self._limit_s:g} s that it can connect"
                 )
             if now > looked + self.LOOK_EVERY_S:
@@ -116,8 +122,9 @@ class Rendezvous:
                 self._boards[name].read([])
             except OSError as error:
                 self.decline([name])
-                group = name.partition(":")[0]
-                raise ConnectionError(f"replica group {group} has gone: {error}") from error
+                raise ConnectionError(
+                    f"replica group {group_name(name)} has gone: {error}"
+                ) from error
 
 
 class SyncAlarm:

@@ -462,7 +462,7 @@ class Store(dict):
 
 
 def of_ranks(store, **arguments):
-    return [member_of("b", ranks=(rank, 2), store=store, **arguments) for rank in range(2)]
+    return [member_of("b", rank=rank, num_ranks=2, store=store, **arguments) for rank in range(2)]
 
 
 def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():

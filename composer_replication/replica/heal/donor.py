@@ -78,9 +78,9 @@ class Offer(NamedTuple):
         """
         try:
             offer = converted(answer, cls)
-            sizes = [part.num_bytes for part in (offer.state, offer.rest) if part is not None]
-            if not all(0 <= size < MOST_BYTES for size in (offer.num_bytes, *sizes)):
-                raise ValueError("a size is impossible")
+            for part in (offer, offer.state, offer.rest):
+                if part is not None and not 0 <= part.num_bytes < MOST_BYTES:
+                    raise ValueError("a size is impossible")
             return offer
         except (ValueError, TypeError) as error:
             what = f"{answer!r:.200} is no offer of a state"
@@ -191,7 +191,9 @@ class Donor:
             is_syncing: Returns whether the group is between a quorum and its vote; called in the
                 same way.
         """
-        self._step, self._source, self._is_syncing = step, source, is_syncing
+        self._step = step
+        self._source = source
+        self._is_syncing = is_syncing
 
     def open(self, step: int, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Offer the state of a quorum until ``close``.
@@ -202,11 +204,12 @@ class Donor:
             rest: Further state that torchft sends with it. It is copied.
         """
         # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
-        body = [memoryview(b"".join(state_bytes.dump(rest)))]
-        part = Part(state_bytes.digest_of_bytes(body), len(body[0]))
+        body = memoryview(b"".join(state_bytes.dump(rest)))
+        part = Part(state_bytes.digest_of_bytes([body]), len(body))
         version = object() if self._source is None else self._source.version
+        quorum = _Quorum(step, version, state, part, [body])
         with self._lock:
-            self._quorum = _Quorum(step, version, state, part, body)
+            self._quorum = quorum
             self._lock.notify_all()
 
     def close(self) -> None:
@@ -219,7 +222,8 @@ class Donor:
     def stop(self) -> None:
         """End all offers. Transfers that have begun are completed."""
         with self._lock:
-            self._source = self._quorum = None
+            self._source = None
+            self._quorum = None
             self._wanted.clear()
 
     def _latest(self) -> Offer:
@@ -229,12 +233,11 @@ class Donor:
 
     def _offer_in_quorum(self, step: str) -> Offer:
         source = self._source
+        limit_s = answer_limit_s(self._timeout, self._num_bytes())
         with self._lock:
             # A joiner may ask before this group has made its offer. Without the wait the answer
             # would be that there is nothing, and the sync would fail for all groups.
-            self._lock.wait_for(
-                lambda: self._is_at(step), answer_limit_s(self._timeout, self._num_bytes())
-            )
+            self._lock.wait_for(lambda: self._is_at(step), limit_s)
             quorum = self._quorum
         if quorum is None or str(quorum.step) != step:
             raise KeyError(step)
@@ -286,26 +289,35 @@ class Donor:
                 made = self._dump(source)
         assert made is not None, "the state does not change while it is held"
         step, version, body = made
-        return _Copy(version, step, self._name(version, lambda: body), body, time.monotonic())
+        part = self._name(version, lambda: body)
+        return _Copy(version, step, part, body, time.monotonic())
 
     def _dump(self, source: GlobalState) -> tuple[int, Hashable, Body] | None:
         """The manager's step, the state's version and a copy; None if the state has changed."""
-        step, version = self._step(), source.version
+        step = self._step()
+        version = source.version
         body = state_bytes.dump(source.for_joiner(), copies=True)
-        return (step, version, body) if source.version == version else None
+        if source.version != version:
+            return None
+        return step, version, body
 
     @contextmanager
     def _part(self, name: str) -> Iterator[Body]:
         with self._lock:
-            copy, quorum, (version, named) = self._copy(), self._quorum, self._named
-            is_copy = copy is not None and copy.part.name == name
-            if is_copy and self._wanted:
+            copy = self._copy()
+            quorum = self._quorum
+            version, named = self._named
+            if copy is not None and copy.part.name != name:
+                copy = None
+            if copy is not None and self._wanted:
                 self._wanted.pop()
-        if copy is not None and is_copy:
+        if copy is not None:
             yield copy.body
-        elif quorum is not None and name == quorum.rest.name:
+        elif quorum is None:
+            raise KeyError(name)
+        elif name == quorum.rest.name:
             yield quorum.rest_body
-        elif quorum is not None and (version, named.name) == (quorum.version, name):
+        elif name == named.name and version == quorum.version:
             yield quorum.body
         else:
             raise KeyError(name)

@@ -18,7 +18,12 @@ from torchft.coordination import ManagerClient
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.heal.donor import answer_limit_s, download_limit_s
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect, read_status
+from composer_replication.replica.lighthouse import (
+    CONNECT_TIMEOUT_S,
+    Member,
+    can_connect,
+    read_status,
+)
 from composer_replication.replica.peer_client import NothingThere, PeerError
 
 log = logging.getLogger(__name__)
@@ -48,10 +53,13 @@ class Prefetch:
         self, transport: HealTransport, *, lighthouse_addr: str, rank: int, timeout: float
     ) -> None:
         self._transport = transport
-        self._lighthouse_addr, self._rank = lighthouse_addr, rank
+        self._lighthouse_addr = lighthouse_addr
+        self._rank = rank
         self._timeout = timeout
-        self._donor, self._step, self._began = "", 0, 0.0
-        """The last download: its donor, the manager's step, and when it began."""
+        # The last download: its donor, the donor's manager step, and when it began.
+        self._donor = ""
+        self._step = 0
+        self._began = 0.0
         self._is_too_slow = False
         """Whether the others sync too often for this group to be ready in time."""
 
@@ -119,7 +127,8 @@ class Prefetch:
             log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
             deadline = time.monotonic() + download_limit_s(self._timeout, size)
             self._transport.download(donor, state, deadline)
-            self._donor, self._step = donor, offer.step
+            self._donor = donor
+            self._step = offer.step
             seconds = time.monotonic() - self._began
             if not self._is_overtaken():
                 return
@@ -159,24 +168,30 @@ def _donors(lighthouse_addr: str, rank: int, transport: HealTransport) -> Iterat
     (``restrict_quorum``): it then knows the state's name already.
     """
     members = read_status(lighthouse_addr).members
-    manager_limit = timedelta(seconds=CONNECT_TIMEOUT_S)
     members = sorted(members, key=lambda member: -member.step)
-    num_newest = sum(member.step == members[0].step for member in members)
-    turn = rank % max(1, num_newest)
-    for member in (*members[turn:num_newest], *members[:turn], *members[num_newest:]):
+    newest = [member for member in members if member.step == members[0].step]
+    older = members[len(newest) :]
+    turn = rank % max(1, len(newest))
+    for member in (*newest[turn:], *newest[:turn], *older):
+        if not _answers(member.manager_addr):
+            continue  # it has died; torchft's client would wait for the limit
         try:
-            if not _answers(member.manager_addr):
-                continue  # it has died; torchft's client would wait for the limit
-            manager = ManagerClient(member.manager_addr, connect_timeout=manager_limit)
-            address = manager._checkpoint_metadata(rank, timeout=manager_limit)
-            is_donor = transport.ask(address, "latest", limit_s=CONNECT_TIMEOUT_S).step > 0
+            address = _server_of(member, rank)
+            latest = transport.ask(address, "latest", limit_s=CONNECT_TIMEOUT_S)
         except (RuntimeError, OSError, ValueError) as error:
             # It has died, or is no donor. If the quorum makes it one, the heal there says why not.
-            reason = (str(error).splitlines() or [repr(error)])[0]
-            log.info("%s is no donor: %s", member.replica_id, reason)
+            reason = str(error) or repr(error)
+            log.info("%s is no donor: %s", member.replica_id, reason.splitlines()[0])
             continue
-        if is_donor:
+        if latest.step > 0:
             yield address
+
+
+def _server_of(member: Member, rank: int) -> str:
+    """The address of the server of one of a member's ranks."""
+    limit = timedelta(seconds=CONNECT_TIMEOUT_S)
+    manager = ManagerClient(member.manager_addr, connect_timeout=limit)
+    return manager._checkpoint_metadata(rank, timeout=limit)
 
 
 def _answers(address: str) -> bool:

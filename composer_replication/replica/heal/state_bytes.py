@@ -6,6 +6,7 @@ of its own, and out of the buffer. Here the data of tensors in host memory is no
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from composer_replication.diloco.averaging.flat_buffer import fresh_pages
 
@@ -53,21 +54,22 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     """
     tensors: list[Tensor] = []
 
-    def describe(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        tensors.append(leaf.detach())
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    def describe(tensor: Tensor) -> Tensor:
+        tensors.append(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     buffer = io.BytesIO()
-    torch.save(tree_map(describe, content), buffer)
-    parts = [memoryview(_LENGTH.pack(buffer.tell()) + buffer.getvalue())]
-    end = len(parts[0])
+    torch.save(tree_map_only(Tensor, describe, content), buffer)
+    head = memoryview(_LENGTH.pack(buffer.tell()) + buffer.getvalue())
     if copies:
-        return [_copied(parts[0], tensors)]
+        return [_copied(head, tensors)]
+    parts = [head]
+    end = len(head)
     for tensor, start in zip(tensors, _layout(end, tensors), strict=False):
+        padding = bytes(start - end)
         numbers = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-        parts += [memoryview(bytes(start - end)), numbers.numpy().data]
+        parts.append(memoryview(padding))
+        parts.append(numbers.numpy().data)
         end = start + tensor.nbytes
     return parts
 
@@ -92,25 +94,25 @@ def load(body: memoryview) -> Any:
     """
     described: list[Tensor] = []
 
-    def collect(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            if leaf.device.type != "meta":
-                raise NotAState(f"a tensor in the head, on {leaf.device}")
-            described.append(leaf)
-        return leaf
+    def collect(tensor: Tensor) -> Tensor:
+        if tensor.device.type != "meta":
+            raise NotAState(f"a tensor in the head, on {tensor.device}")
+        described.append(tensor)
+        return tensor
 
     try:
         (size,) = _LENGTH.unpack_from(body)
-        head = io.BytesIO(body[_LENGTH.size : _LENGTH.size + size])
-        content = tree_map(collect, torch.load(head, weights_only=True))
+        head_end = _LENGTH.size + size
+        head = io.BytesIO(body[_LENGTH.size : head_end])
+        content = tree_map_only(Tensor, collect, torch.load(head, weights_only=True))
     except Exception as error:  # torch's own text is a page of advice; its cause is one line
         reason = str(error.__cause__ or error) or type(error).__name__
         raise NotAState(reason.splitlines()[0]) from error
-    *starts, end = _layout(_LENGTH.size + size, described)
+    *starts, end = _layout(head_end, described)
     if end != len(body):
         raise NotAState(f"it has {len(body)} bytes, and its head speaks of {end}")
-    parts = iter([_part(body, *each) for each in zip(starts, described, strict=True)])
-    return tree_map(lambda leaf: next(parts) if isinstance(leaf, Tensor) else leaf, content)
+    parts = map(functools.partial(_part, body), starts, described)
+    return tree_map_only(Tensor, lambda _: next(parts), content)
 
 
 def digest_of_bytes(parts: Sequence[memoryview]) -> str:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from torchft.checkpointing.transport import CheckpointTransport
 
 from composer_replication.diloco.torchft_api import HEAL_STATE, STATE_NAME
@@ -166,7 +166,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         rest = _load(self._fetch(metadata, offer.rest, deadline))
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
-        rest = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, rest)
+        rest = tree_map_only(Tensor, Tensor.clone, rest)
         downloaded = self.downloaded_state
         if downloaded is None or downloaded[STATE_NAME] != state.name:
             # The peers have committed since the download: once more, into the same memory.

@@ -100,7 +100,7 @@ def before_hash(monkeypatch):
                 act()
             return digest(parts)
 
-        monkeypatch.setattr(state_bytes, "digest", first_act)
+        monkeypatch.setattr(state_bytes, "digest_of_bytes", first_act)
 
     return call_before
 
