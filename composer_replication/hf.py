@@ -75,7 +75,8 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
         init = caller(Trainer.__init__)  # a callback has no other way to its Trainer
         if init is not None:
-            trainer = self._job.trainer = init.f_locals["self"]
+            trainer = init.f_locals["self"]
+            self._job.trainer = trainer
             # At on_train_begin the Trainer has loaded a checkpoint already, or failed to.
             trainer.train = partial(self._train, trainer.train)
 
@@ -96,7 +97,8 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         train = caller(Trainer.train)
         if train is None:
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
-        trainer = self._job.trainer = train.f_locals["self"]
+        trainer = train.f_locals["self"]
+        self._job.trainer = trainer
         self._is_terminated = False
         self._job.watch()  # before a join, which is a sync
         with rejections(self._group.options):
@@ -109,22 +111,25 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         trainer._save_checkpoint = partial(self._save, save)
         self._group.leave_when_over(Trainer.train)
         for each in trainer.callback_handler.callbacks:
-            if saving := getattr(each, "jit_manager", None):  # with enable_jit_checkpoint
+            saving = getattr(each, "jit_manager", None)  # with enable_jit_checkpoint
+            if saving is not None:
                 save = partial(type(saving).execute_jit_checkpoint, saving)
                 saving.execute_jit_checkpoint = partial(self._terminate, save)
         if args.eval_on_start:
             self._show_for_evaluation()
 
     def _load(self, folder: str | None) -> None:
+        continuation = self._group.continuation
         problem = None
-        if folder is not None and (path := Path(folder) / STATE).exists():
+        path = None if folder is None else Path(folder, STATE)
+        if path is not None and path.exists():
             try:
                 saved = torch.load(path, map_location="cpu", weights_only=True)
                 self._job.load_beside(saved.pop("beside", {}))
-                self._group.continuation.load(saved)
+                continuation.load(saved)
             except Exception as error:  # torch raises errors of many classes
                 problem = f"{STATE} cannot be read ({error})"
-        self._group.continuation.check_loaded(folder, self._group.has_begun, problem)
+        continuation.check_loaded(folder, self._group.has_begun, problem)
 
     def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
         self._group.note_progress()
@@ -158,7 +163,10 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         self._evaluations_left -= 1
         if self._evaluations_left <= 0:
             self._group.generators.restore()  # the next batch, or a checkpoint, has those before
-        numbers = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
+        numbers = {}
+        for name, value in (metrics or {}).items():
+            if isinstance(value, (int, float)):
+                numbers[name] = float(value)
         self._group.note_evaluation(numbers)
 
     def _save(self, save: Callable[..., None], model: nn.Module, trial: Any) -> None:
@@ -172,12 +180,14 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         saved = self._group.state_dict()  # on every rank: it may gather
         if saved:
             saved = {**saved, "beside": self._job.saved_beside()}
-        if trainer.args.should_save and saved:
-            step = trainer.state.global_step
-            folder = Path(trainer._get_output_dir(trial=trial)) / f"checkpoint-{step}"
+        if saved and trainer.args.should_save:
+            name = f"checkpoint-{trainer.state.global_step}"
+            folder = Path(trainer._get_output_dir(trial=trial), name)
             # In a folder from before, nothing is whole until the Trainer has written all of it.
-            (folder / TRAINER_STATE).unlink(missing_ok=True)
-            replace_file(folder / STATE, partial(torch.save, saved), survives_power_cut=True)
+            trainer_state = folder / TRAINER_STATE
+            trainer_state.unlink(missing_ok=True)
+            write = partial(torch.save, saved)
+            replace_file(folder / STATE, write, survives_power_cut=True)
         save(model, trial)
 
     def _terminate(self, save: Callable[[], None]) -> None:

@@ -115,8 +115,7 @@ class TrainerJob(Host):
             found = found[found.index(named) :]
         elif named is not None:
             return wanted  # no folder of the Trainer's, which knows what to say of it
-        # Each node may have a disk of its own.
-        whole, torn = whole_of(found, lambda p: next(filter(None, gather(problem_of(p))), None))
+        whole, torn = whole_of(found, _problem_on_any_rank)
         if whole is None:  # one that lacks only DiLoCo's part can be loaded, and is refused there
             whole = next((path for path, problem in torn.items() if problem == NO_STATE), None)
             torn = dict(takewhile(lambda each: each[0] != whole, torn.items()))
@@ -141,7 +140,8 @@ class TrainerJob(Host):
         and have no NaN.
         """
         trainer = self.trainer
-        step, compute_loss = trainer.training_step, trainer.compute_loss
+        step = trainer.training_step
+        compute_loss = trainer.compute_loss
         self.losses = Losses()
         if getattr(step, "func", None) != self._training_step:
             trainer.training_step = partial(self._training_step, step)
@@ -149,11 +149,10 @@ class TrainerJob(Host):
             trainer.compute_loss = partial(self._compute_loss, compute_loss)
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         trained.difference_update(map(id, trainer.model.parameters()))
-        self.beside = {
-            name: module
-            for name, module in _modules_of(trainer)
-            if not trained.isdisjoint(map(id, module.parameters()))
-        }
+        self.beside = {}
+        for name, module in _modules_of(trainer):
+            if not trained.isdisjoint(map(id, module.parameters())):
+                self.beside[name] = module
 
     def _training_step(self, step: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
         """The Trainer's own, and its loss is added up."""
@@ -178,8 +177,10 @@ class TrainerJob(Host):
         """The global weights of ``beside`` by name, which the Trainer does not save."""
         weights = self.group.weights
         assert weights is not None, "join has made them"
+        if not self.beside:
+            return {}
         names = [name for name in weights.local() if not name.startswith("model.")]
-        return {name: weights.saved(name) for name in names if self.beside}
+        return {name: weights.saved(name) for name in names}
 
     @torch.no_grad()
     def load_beside(self, saved: Mapping[str, Tensor]) -> None:
@@ -200,10 +201,14 @@ class TrainerJob(Host):
 
     @property
     def shows_position(self) -> bool:
-        return any(isinstance(c, ProgressCallback) for c in self.trainer.callback_handler.callbacks)
+        return any(isinstance(each, ProgressCallback) for each in self._callbacks)
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        return self.trainer.callback_handler.callbacks
 
     def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
-        for callback in self.trainer.callback_handler.callbacks:
+        for callback in self._callbacks:
             if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
                 callback.training_bar.set_description_str(position, refresh=False)
 
@@ -235,10 +240,17 @@ class TrainerJob(Host):
 def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a Trainer holds, by attribute; those of a dictionary as one."""
     for name, held in vars(trainer).items():
-        if isinstance(held, dict):
-            held = nn.ModuleList(each for each in held.values() if isinstance(each, nn.Module))
         if isinstance(held, nn.Module):
             yield name, held
+        elif isinstance(held, dict):
+            modules = [each for each in held.values() if isinstance(each, nn.Module)]
+            yield name, nn.ModuleList(modules)
+
+
+def _problem_on_any_rank(checkpoint: Path) -> str | None:
+    """Why a checkpoint is not whole on one of the ranks: each node may have a disk of its own."""
+    problems = gather(problem_of(checkpoint))
+    return next(filter(None, problems), None)
 
 
 def checkpoints_in(folder: Path) -> str:

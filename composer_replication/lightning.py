@@ -65,7 +65,8 @@ class LightningJob(Host):
 
     def begin(self) -> None:
         """Begin a fit, once its optimizers and loaders are there."""
-        trainer, self._ends_at = self.trainer, None
+        trainer = self.trainer
+        self._ends_at = None
         if trainer.lightning_module.automatic_optimization:
             end = trainer.estimated_stepping_batches
             self._ends_at = None if end == math.inf else int(end)
@@ -102,15 +103,18 @@ class LightningJob(Host):
     def is_over(self) -> bool:
         """Whether no batch follows the one that has ended."""
         fit = self.trainer.fit_loop
-        if 0 <= fit.max_steps <= self.steps or (self.trainer.should_stop and fit._can_stop_early):
+        if self.trainer.should_stop and fit._can_stop_early:
             return True
-        is_last_epoch = 0 <= fit.max_epochs <= fit.epoch_progress.current.processed + 1
+        if 0 <= fit.max_steps <= self.steps:
+            return True
+        epochs = fit.epoch_progress.current.processed + 1
+        is_last_epoch = 0 <= fit.max_epochs <= epochs
         return is_last_epoch and fit.epoch_loop._num_ready_batches_reached()
 
     @property
     def saves_to(self) -> list[str]:
-        savers = (each for each in self.trainer.callbacks if _is(each, "ModelCheckpoint"))
-        return [each.dirpath for each in savers if each.dirpath]
+        savers = [each for each in self.trainer.callbacks if _is(each, "ModelCheckpoint")]
+        return [saver.dirpath for saver in savers if saver.dirpath]
 
     @property
     def checkpoints(self) -> str | None:
@@ -143,7 +147,8 @@ class LightningJob(Host):
         }
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
-        trainer, loop = self.trainer, self.trainer.fit_loop.epoch_loop
+        trainer = self.trainer
+        loop = trainer.fit_loop.epoch_loop
         for config, state in zip(trainer.lr_scheduler_configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
             scheduler.load_state_dict(state)
@@ -153,17 +158,20 @@ class LightningJob(Host):
             # The donor took the step before it; torch warns if a scheduler steps before the
             # optimizer.
             scheduler.optimizer._opt_called = True
-            if saved["is_in_step"] and config.interval == "step" and not config.reduce_on_plateau:
-                if saved["steps"] % config.frequency == 0:
-                    scheduler.step()
+            by_step = config.interval == "step" and not config.reduce_on_plateau
+            is_due = saved["steps"] % config.frequency == 0
+            if saved["is_in_step"] and by_step and is_due:
+                scheduler.step()
         if trainer.lightning_module.automatic_optimization:
             count = loop.automatic_optimization.optim_progress.optimizer.step
         else:
             count = loop.manual_optimization.optim_step_progress
-        count.total.ready = count.total.completed = saved["steps"]
+        count.total.ready = saved["steps"]
+        count.total.completed = saved["steps"]
         loop._batches_that_stepped = saved["steps"] // self.steps_of_batch
         if saved["ends_at"] is not None and not is_in_step:  # its own epochs would end later
-            self._ends_at = loop.max_steps = saved["ends_at"]
+            self._ends_at = saved["ends_at"]
+            loop.max_steps = saved["ends_at"]
 
 
 def _is(each: object, *names: str) -> bool:
@@ -239,7 +247,8 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             with rejections(self._group.options):
                 check_can_join(trainer)
             # Before all others, which save and export what this one syncs.
-            trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+            others = [each for each in trainer.callbacks if each is not self]
+            trainer.callbacks = [self, *others]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._group.continuation.load(state_dict)
@@ -248,30 +257,33 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         self._job.begin()
         with rejections(self._group.options):
             self._group.ask_coordinator()
-            if (path := trainer.ckpt_path) is not None:
+            path = trainer.ckpt_path
+            if path is not None:
                 self._group.continuation.check_loaded(path, self._group.has_begun)
             self._group.join(self._manager)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *more: Any) -> None:
         self._group.note_progress()
         self._group.show_local()  # a user may have validated without on_validation_end
-        self._job.begun_at, self._done = self._job.steps, self._steps()
+        self._job.begun_at = self._job.steps
+        self._done = self._steps()
         self._group.begin_step()
         self._group.count(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *more: Any) -> None:
+        job = self._job
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
-            self._job.losses.add(loss)
+            job.losses.add(loss)
         if self.diloco is not None:  # for the bar, whichever it is
             self.log("outer_step", float(self.diloco.outer_step), prog_bar=True, logger=False)
         if self._steps() == self._done:
             return  # gradients are accumulated
-        self._job.losses.num_steps += 1
-        self._job.steps_of_batch = max(1, self._job.steps - self._job.begun_at)
+        job.losses.num_steps += 1
+        job.steps_of_batch = max(1, job.steps - job.begun_at)
         if self._group.end_step():
             trainer.should_stop = True
-        if self._job.is_over:  # now, so that the last validation and checkpoint are of its result
+        if job.is_over:  # now, so that the last validation and checkpoint are of its result
             self._group.end()
 
     def _steps(self) -> tuple[int, int]:

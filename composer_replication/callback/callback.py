@@ -81,13 +81,17 @@ class DiLoCoCallback(ShowsGroup, Callback):
         Args:
             manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
         """
-        self._job = job = ComposerJob()
-        self._group = ReplicaGroup(job, named, "DiLoCoCallback")
-        job.group = job.averages.group = self._group
+        self._job = ComposerJob()
+        self._group = ReplicaGroup(self._job, named, "DiLoCoCallback")
+        self._job.group = self._group
+        self._job.averages.group = self._group
         self._manager = manager
         self._is_loading = False
-        own = type(self)  # a subclass may have more handlers than this class
-        self._unhandled = {e for e in Event if getattr(own, e.value) is getattr(Callback, e.value)}
+        self._unhandled = set()
+        for event in Event:
+            own = getattr(type(self), event.value)  # a subclass may have more handlers than this
+            if own is getattr(Callback, event.value):
+                self._unhandled.add(event)
         name_the_node()
 
     # ---- Composer's events, in the order in which they come ---------------------------------
@@ -96,7 +100,8 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._group.note_progress()
         if event in self._unhandled:  # most of the 13 events of a step
             return
-        self._job.state = self._job.averages.state = state
+        self._job.state = state
+        self._job.averages.state = state
         self._job.logger = logger
         # By identity: Composer's comparison of events is slow enough to show in a step.
         if event is Event.INIT or event is Event.BEFORE_LOAD or event is Event.FIT_START:
@@ -113,9 +118,8 @@ class DiLoCoCallback(ShowsGroup, Callback):
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,
         # and iterates over a copy of this list.
-        others = [each for each in state.callbacks if each is not self]
-        loggers = [each for each in others if isinstance(each, LoggerDestination)]
-        rest = [each for each in others if not isinstance(each, LoggerDestination)]
+        loggers = [each for each in state.callbacks if isinstance(each, LoggerDestination)]
+        rest = [each for each in state.callbacks if each not in (self, *loggers)]
         state.callbacks[:] = [*loggers, self, *rest]
 
     def before_load(self, state: State, logger: Logger) -> None:
@@ -144,10 +148,10 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._job.averages.after_join()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        if self._group.data is not None:
+        data = self._group.data
+        if data is not None:
             now = state.timestamp
-            epoch, batches_done = now.epoch.value, now.batch_in_epoch.value
-            self._group.data.before_batch(epoch, batches_done, self._job.epochs)
+            data.before_batch(now.epoch.value, now.batch_in_epoch.value, self._job.epochs)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         self._group.begin_step()

@@ -52,7 +52,8 @@ def pattern_of(saver: CheckpointSaver, state: State) -> str:
         assert state.fsdp_config is not None, "shards are FSDP's"
         path = path.parent / str(state.fsdp_config.sharded_ckpt_prefix_dir)
     text = format_name_with_dist(os.path.abspath(path), state.run_name)
-    return "*".join(map(escape, re.split(r"\{[^{}]*\}", text)))  # such as {batch}
+    between = re.split(r"\{[^{}]*\}", text)  # of placeholders such as {batch}
+    return "*".join(map(escape, between))
 
 
 def check_load_path() -> None:
@@ -96,10 +97,12 @@ def skip_torn(state: State, hold: Callable[[], None]) -> str | None:
         found = [path.resolve() for path in newest_first(pattern_of(saver, state))]
         whole, torn = whole_of(found)
         linked = latest.resolve() if latest.exists() else None
-        if linked is not None and (why := problem_of(linked)):
-            torn[linked] = why
-        elif linked is not None and saver.overwrite:
-            whole = linked  # somebody may have gone back to it, and will overwrite newer ones
+        if linked is not None:
+            why = problem_of(linked)
+            if why is not None:
+                torn[linked] = why
+            elif saver.overwrite:
+                whole = linked  # somebody may have gone back to it, and will overwrite newer ones
         if torn or whole != linked:
             with suppress(ValueError):
                 hold()

@@ -71,7 +71,8 @@ class ComposerJob(Host):
         self.losses = []
         trainer = trainer_in_fit()
         by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
-        self._steps_by_epoch, self._has_warned = by_epoch, False
+        self._steps_by_epoch = by_epoch
+        self._has_warned = False
         self._is_new = self.steps == 0
         self._ends_by_epoch = self.epochs < math.inf
 
@@ -155,7 +156,8 @@ class ComposerJob(Host):
         return self.losses[-1] if self.losses else None
 
     def mean_loss(self) -> float | None:
-        losses, self.losses = self.losses, []
+        losses = self.losses
+        self.losses = []
         return sum(losses) / len(losses) if losses else None
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -172,14 +174,15 @@ class ComposerJob(Host):
             if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:
                 continue
             bar = destination.train_pbar.pbar
-            if not bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
-                bar.bar_format = short_bar_format(bar.bar_format)
-                if is_estimate and end and self.epochs < math.inf:
-                    # Each epoch is a bar, which Composer would draw for the whole dataset. Beyond
-                    # its total it would be drawn without one.
-                    in_epoch = self.state.timestamp.batch_in_epoch.value
-                    bar.total = max(bar.n, in_epoch, round(end / self.epochs))
-                bar.set_description_str(position, refresh=False)  # drawn with the next loss
+            if bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
+                continue
+            bar.bar_format = short_bar_format(bar.bar_format)
+            if is_estimate and end and self.epochs < math.inf:
+                # Each epoch is a bar, which Composer would draw for the whole dataset. Beyond its
+                # total it would be drawn without one.
+                in_epoch = self.state.timestamp.batch_in_epoch.value
+                bar.total = max(bar.n, in_epoch, round(end / self.epochs))
+            bar.set_description_str(position, refresh=False)  # drawn with the next loss
 
     # ---- what a joiner gets -----------------------------------------------------------------
 
@@ -205,10 +208,14 @@ class ComposerJob(Host):
             # have been stepped with the counters that it had then.
             if has_rates or not is_in_step:
                 self._step_schedulers(saved["ends_epoch"] and not is_in_step)
-            now = self.state.previous_timestamp = self.state.timestamp
-            samples = now.sample.value // max(1, now.batch.value)
-            tokens = now.token.value // max(1, now.batch.value)
-            self._adopt(_counts(now.to_next_batch(samples=samples, tokens=tokens)))
+            now = self.state.timestamp
+            self.state.previous_timestamp = now
+            batches = max(1, now.batch.value)
+            after = now.to_next_batch(
+                samples=now.sample.value // batches,
+                tokens=now.token.value // batches,
+            )
+            self._adopt(_counts(after))
         if self._is_new and not is_in_step and not self.state.timestamp.batch_in_epoch.value:
             self._load_epoch(saved)
         self.averages.load_state_dict(saved["ema"], is_in_batch, self.logger)
@@ -221,10 +228,15 @@ class ComposerJob(Host):
         torch's schedulers count their own steps. Composer's are functions of the timestamp, wrapped
         in a torch scheduler whose count they do not read.
         """
-        kept = [(type(each).__name__, each.state_dict()) for each in self.state.schedulers]
-        states = [(kind, state if _is_plain(state) else None) for kind, state in kept]
-        groups = self.optimizer.param_groups
-        return states, [{n: float(g[n]) for n in ("lr", "initial_lr") if n in g} for g in groups]
+        states = []
+        for scheduler in self.state.schedulers:
+            state = scheduler.state_dict()
+            states.append((type(scheduler).__name__, state if _is_plain(state) else None))
+        rates = []
+        for group in self.optimizer.param_groups:
+            names = [name for name in ("lr", "initial_lr") if name in group]
+            rates.append({name: float(group[name]) for name in names})
+        return states, rates
 
     def load_schedules(
         self, states: list[tuple[str, dict[str, Any] | None]], rates: list[dict[str, float]]
@@ -234,7 +246,8 @@ class ComposerJob(Host):
         Returns:
             Whether they have been loaded.
         """
-        schedulers, groups = self.state.schedulers, self.optimizer.param_groups
+        schedulers = self.state.schedulers
+        groups = self.optimizer.param_groups
         own = [type(each).__name__ for each in schedulers]
         theirs = [kind for kind, state in states if state]
         fits = own == theirs and len(rates) == len(groups)
@@ -271,7 +284,8 @@ class ComposerJob(Host):
 
     def _ends_epoch(self) -> bool:
         """Whether the batch that is not counted yet is the last one of its epoch."""
-        num_batches, done = self.state.dataloader_len, self.state.timestamp.batch_in_epoch
+        num_batches = self.state.dataloader_len
+        done = self.state.timestamp.batch_in_epoch
         return num_batches is not None and done.value + 1 == num_batches.value
 
     def _load_epoch(self, saved: dict[str, Any]) -> None:
@@ -280,7 +294,8 @@ class ComposerJob(Host):
         The donor is in the middle of its epoch, and this group has the whole epoch before it. With
         the same number of epochs left, all others would wait for this group at the end.
         """
-        epoch, ends_at = saved["timestamp"]["epoch"] + saved["ends_epoch"], saved["ends_at"]
+        epoch = saved["timestamp"]["epoch"] + saved["ends_epoch"]
+        ends_at = saved["ends_at"]
         self._adopt(_counts(self.state.timestamp), epoch)
         if self._ends_by_epoch and ends_at is not None:
             self.state.max_duration = f"{ends_at}ba"
@@ -295,22 +310,24 @@ class ComposerJob(Host):
             counts: The donor's counters.
             epoch: The epoch to set. None: keep this group's.
         """
-        own = self.state.timestamp.state_dict()
-        theirs = {name: n for name, n in counts.items() if not name.endswith("_in_epoch")}
-        merged = own | theirs | {"epoch": own["epoch"] if epoch is None else epoch}
+        merged = self.state.timestamp.state_dict()
+        for name, count in counts.items():
+            if name != "epoch" and not name.endswith("_in_epoch"):
+                merged[name] = count
+        if epoch is not None:
+            merged["epoch"] = epoch
         self.state.timestamp = Timestamp()  # a new one, since savers keep references to the old
         self.state.timestamp.load_state_dict(merged)
 
 
 def _is_plain(value: Any) -> bool:
     """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
-    if isinstance(value, dict):
-        if type(value) not in (dict, OrderedDict, Counter):
-            return False
-        return all(_is_plain(each) for pair in value.items() for each in pair)
-    if type(value) in (list, tuple):
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):
+        return _is_plain([*value.keys(), *value.values()])
+    if kind in (list, tuple):
         return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str, Tensor)
+    return value is None or kind in (bool, int, float, str, Tensor)
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:
@@ -398,8 +415,9 @@ def metrics_of(state: State) -> dict[str, float]:
     """
     values = {}
     for label, metrics in state.eval_metrics.items():
+        prefix = "" if label == "eval" else f"{label}/"
         for name, metric in metrics.items():
             value = metric.compute() if metric.update_called else None
-            if isinstance(value, torch.Tensor) and value.numel() == 1:
-                values[name if label == "eval" else f"{label}/{name}"] = float(value)
+            if isinstance(value, Tensor) and value.numel() == 1:
+                values[prefix + name] = float(value)
     return values

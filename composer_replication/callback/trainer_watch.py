@@ -65,7 +65,8 @@ def _frame_of(thread_id: int) -> FrameType | None:
 
 
 def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
-    since, before = time.monotonic(), None
+    since = time.monotonic()
+    before = None
     while is_running(closing):
         top = _frame_of(thread_id)
         now = None if top is None else (top, top.f_lasti)
@@ -79,8 +80,10 @@ def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
 
 
 def _is_in_barrier(top: FrameType, closing: FrameType) -> bool:
-    code = dist.barrier.__code__
-    return any(f.f_code is code and f.f_back is closing for f, _ in walk_stack(top))
+    for frame, _ in walk_stack(top):
+        if frame.f_code is dist.barrier.__code__ and frame.f_back is closing:
+            return True
+    return False
 
 
 def _end(status: int) -> None:

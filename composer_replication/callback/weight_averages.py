@@ -75,7 +75,8 @@ class WeightAverages(Averages):
 
     def begin(self, is_resumed: bool) -> None:
         """Take EMA's weights out of the model, and average the global ones until ``leave``."""
-        ema, self._was_active = self._ema, self.are_saved
+        ema = self._ema
+        self._was_active = self.are_saved
         if ema is None:
             return
         if ema.ema_model is not None:
@@ -116,9 +117,13 @@ class WeightAverages(Averages):
         if ema is None or not self.are_saved:
             return live
         assert ema.ema_model is not None, "it is active"
-        kept = dict([*ema.ema_model.named_parameters(), *ema.ema_model.named_buffers()])
+        kept = dict(ema.ema_model.named_parameters())
+        kept.update(ema.ema_model.named_buffers())
         prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
-        return {name: held_tensor(kept.get(prefix + name, t)) for name, t in live.items()}
+        local = {}
+        for name, tensor in live.items():
+            local[name] = held_tensor(kept.get(prefix + name, tensor))
+        return local
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.
@@ -145,16 +150,9 @@ class WeightAverages(Averages):
         therefore they are copied.
         """
         assert ema.ema_model is not None, "INIT has made it"
-        model, ema_model = self.state.model, ema.ema_model
-        for kept, own in (
-            (ema_model.named_parameters_dict, dict(model.named_parameters())),
-            (ema_model.named_buffers_dict, dict(model.named_buffers())),
-        ):
-            renamed = _named_as(own, kept)
-            kept.clear()
-            for name, tensor in renamed.items():
-                if name in own:
-                    kept[name] = tensor.to(own[name].device, copy=True)
+        model = self.state.model
+        _copy_as_named(ema.ema_model.named_parameters_dict, dict(model.named_parameters()))
+        _copy_as_named(ema.ema_model.named_buffers_dict, dict(model.named_buffers()))
 
     # ---- updates ----------------------------------------------------------------------------
 
@@ -235,11 +233,17 @@ class WeightAverages(Averages):
         return any(isinstance(p, DTensor) for p in self.state.model.parameters())
 
 
-def _named_as(own: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors under the names that ``own`` has, with DDP's prefix or without."""
+def _copy_as_named(kept: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    """Replace the tensors of EMA by copies under the model's names; drop those of other names.
 
-    def own_name(name: str) -> str:
-        candidates = (name, f"module.{name}", name.removeprefix("module."))
-        return next((candidate for candidate in candidates if candidate in own), name)
-
-    return {own_name(name): value for name, value in tensors.items()}
+    Args:
+        kept: EMA's, by names with DDP's prefix or without.
+        own: The model's.
+    """
+    before = dict(kept)
+    kept.clear()
+    for name, tensor in before.items():
+        for candidate in (name, f"module.{name}", name.removeprefix("module.")):
+            if candidate in own:
+                kept[candidate] = tensor.to(own[candidate].device, copy=True)
+                break

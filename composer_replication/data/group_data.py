@@ -181,7 +181,8 @@ class LeasedData(GroupData):
         self._sync_idle = sync_idle
         self._stream = 0  # none so far
         self._num_streams = 0
-        self._epoch, self._is_last_epoch = 0, False
+        self._epoch = 0
+        self._is_last_epoch = False
         ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
         log.info("Leases samples of %r, as all groups with a dataset of that name", loader.spec)
 
@@ -209,10 +210,12 @@ class LeasedData(GroupData):
             self._open_stream()
 
     def _continue_run(self) -> None:
-        client, diloco = self._membership.client, self._diloco
+        client = self._membership.client
+        diloco = self._diloco
         if not diloco.has_joined_others:
             client.rewind(diloco.outer_step, diloco.ledger.rows())
-        if stream := diloco.ledger.stream:
+        stream = diloco.ledger.stream
+        if stream:
             client.reopen_stream(stream, self._start.samples, self._membership.session)
 
     def _open_stream(self) -> None:
@@ -222,13 +225,14 @@ class LeasedData(GroupData):
         self._read(stream, StreamPosition())
 
     def _exchange_stream(self) -> int:
-        if stream := self._stream:
-            self._client.release_stream(stream, self._diloco.ledger.rows())
-        self._client.create_dataset(self._loader.spec)  # the state folder may be a new one
-        session, group = self._membership.session, self._membership.replica_id
-        name = f"{session}/{self._num_streams}"
+        spec = self._loader.spec
+        member = self._membership
+        if self._stream:
+            self._client.release_stream(self._stream, self._diloco.ledger.rows())
+        self._client.create_dataset(spec)  # the state folder may be a new one
+        name = f"{member.session}/{self._num_streams}"
         self._num_streams += 1
-        return self._client.open_stream(name, self._loader.spec.dataset_id, group, session)
+        return self._client.open_stream(name, spec.dataset_id, member.replica_id, member.session)
 
     def _read(self, stream: int, position: StreamPosition) -> None:
         self._stream = stream
@@ -238,7 +242,8 @@ class LeasedData(GroupData):
     def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
         """Prepare for a batch, before the trainer reads it."""
         super().before_batch(epoch, batches_done, epochs)
-        self._epoch, self._is_last_epoch = epoch, epoch + 1 >= epochs
+        self._epoch = epoch
+        self._is_last_epoch = epoch + 1 >= epochs
 
     def after_sync(self) -> None:
         """Report the sync. A group that has lost steps in it opens another stream."""
@@ -266,7 +271,8 @@ class LeasedData(GroupData):
                 has_more = ask_on_rank_0(self._ask_for_more)
             if has_more is not None:
                 return has_more
-            outer_step, reader = self._diloco.outer_step, self._reader
+            outer_step = self._diloco.outer_step
+            reader = self._reader
             self._sync_idle()
             if self._reader is not reader:
                 return True  # this group has healed and opened another stream
@@ -291,9 +297,11 @@ class LeasedData(GroupData):
         self._client.create_dataset(self._loader.spec)  # the state folder may be a new one
         epochs = self._client.progress(self._loader.spec.dataset_id)
         begun = [epoch for epoch in epochs if epoch["epoch"] <= self._epoch]
-        if begun and all(epoch["done"] == epoch["length"] for epoch in begun):
+        if not begun:
+            return True
+        if all(epoch["done"] == epoch["length"] for epoch in begun):
             return False
-        return True if not begun or any(epoch["available"] for epoch in begun) else None
+        return True if any(epoch["available"] for epoch in begun) else None
 
     def end(self) -> None:
         """Training has ended: report the last sync, and release the stream."""

@@ -111,9 +111,12 @@ class ReplicaDataLoader(DataLoader):
             The stream's reader.
         """
         self._changes_stream = self._samples.reader is not None
-        self._samples.reader = reader = StreamReader(self.spec, source, position)
+        reader = StreamReader(self.spec, source, position)
+        self._samples.reader = reader
         self._samples.positions.clear()
-        self.position, self.position_before, self._has_more = position, None, has_more
+        self.position = position
+        self.position_before = None
+        self._has_more = has_more
         return reader
 
     def __len__(self) -> int:
@@ -141,7 +144,8 @@ class ReplicaDataLoader(DataLoader):
             yield from self._until_pause()
             if self._changes_stream:
                 continue
-            self.position, self.position_before = self._samples.reader.position, None
+            self.position = self._samples.reader.position
+            self.position_before = None
             if not self._has_more():
                 return
 

@@ -51,7 +51,8 @@ class StreamReader:
     def __init__(self, dataset: DatasetSpec, source: LeaseSource, position: StreamPosition) -> None:
         self._dataset = dataset
         self._source = source
-        self._number, self._samples = position.number, position.samples
+        self._number = position.number
+        self._samples = position.samples
         self._current: list[int] = []
         self._next: Future[Lease] | None = None
         self.is_closed = False
@@ -148,14 +149,17 @@ class FixedShards:
 
 
 def _leases(dataset: DatasetSpec, num_units: int, shard: slice) -> Iterator[Lease]:
-    number = samples = 0
+    number = 0
+    samples = 0
     for epoch in itertools.count():
         order = shuffled(num_units, f"{dataset.seed} {epoch}")
-        sizes = [(unit, dataset.size_of(unit)) for unit in order[shard]]
-        for unit, size in (*sizes, (0, 0)):
+        for unit in order[shard]:
+            size = dataset.size_of(unit)
             yield Lease(number, epoch, unit, 0, size, samples)
             number += 1
             samples += size
+        yield Lease(number, epoch, 0, 0, 0, samples)
+        number += 1
 
 
 def shard_of(replica_id: str | int, num_replicas: int) -> int:
@@ -232,10 +236,12 @@ def _counts_samples(dataset: Any) -> bool:
 def _parts_of(part: Any) -> Iterator[Any]:
     """Yield a stream of ``datasets``, and all that it is made of."""
     yield part
-    before = [getattr(part, name, None) for name in ("_ex_iterable", "ex_iterable")]
-    for each in (*before, *getattr(part, "ex_iterables", ())):
-        if each is not None:
-            yield from _parts_of(each)
+    made_of = [*getattr(part, "ex_iterables", ())]
+    for name in ("_ex_iterable", "ex_iterable"):
+        if getattr(part, name, None) is not None:
+            made_of.append(getattr(part, name))
+    for each in made_of:
+        yield from _parts_of(each)
 
 
 _divided: list[Any] = []
@@ -261,8 +267,7 @@ def _order_of(dataset: Any) -> str:
     last = len(dataset) - 1
     with contextlib.suppress(Exception):  # what cannot be read fails where it is trained on
         numbers = sorted({0, last // 2, last})
-        first, again = (
-            digest_of_samples([last, *map(dataset.__getitem__, numbers)]) for _ in range(2)
-        )
+        first = digest_of_samples([last, *map(dataset.__getitem__, numbers)])
+        again = digest_of_samples([last, *map(dataset.__getitem__, numbers)])
         return first if first == again else ""
     return ""

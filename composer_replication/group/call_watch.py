@@ -41,12 +41,12 @@ def when_over(function: Callable[..., object], leave: Callable[[], None]) -> Cal
         Ends the watch, once the group has left. The thread would be the last to hold the call's
         local variables, and so the trainer, whose own end belongs on the thread that ran it.
     """
-    calls = [fit] if (fit := caller(function)) is not None else []
+    fit = caller(function)
+    calls = [] if fit is None else [fit]
     if calls:
         _running.add(leave)
-        threading.Thread(
-            target=_watch_fit, args=(calls, leave), name="fit watch", daemon=True
-        ).start()
+        arguments = (calls, leave)
+        threading.Thread(target=_watch_fit, args=arguments, name="fit watch", daemon=True).start()
     return calls.clear
 
 

@@ -103,11 +103,12 @@ class CheckpointLayout:
             in_model: Returns the tensor of a name in the checkpoint's model.
         """
         fragments = state["fragments"]
-        theta = {name: t for fragment in fragments for name, t in fragment["theta"].items()}
+        theta = theta_of(fragments)
+        optimizers = [fragment["optimizer"] for fragment in fragments]
         progress = {key: state[key] for key in _PLAIN} | {
             "format": FORMAT,
-            "outer_optimizers": [f["optimizer"]["param_groups"] for f in fragments],
-            "has_momentum": [bool(f["optimizer"]["state"]) for f in fragments],
+            "outer_optimizers": [each["param_groups"] for each in optimizers],
+            "has_momentum": [bool(each["state"]) for each in optimizers],
             "first_names": [names[0] for names in self._fragments],
             "checksums": checksums(self.live, in_model),
         }
@@ -124,32 +125,33 @@ class CheckpointLayout:
 
     def template(self) -> dict[str, Any]:
         """Return empty tensors in the structure of ``pack``, to load a sharded checkpoint into."""
-
-        def empty(names: Iterable[str]) -> dict[str, Tensor]:
-            return {n: torch.empty_like(held_tensor(self.live[n]), dtype=dtypes[n]) for n in names}
-
-        averaged = [name for name, t in self.live.items() if has_mean(t)]
-        dtypes = {n: torch.float32 if n in averaged else t.dtype for n, t in self.live.items()}
-        trained = [name for name, t in self.live.items() if t.requires_grad]
-        has_momentum = self._settings.outer_momentum or self._settings.changes_outer_numbers
-        return self._saved(
-            "",
-            "",
-            local={name: torch.empty_like(held_tensor(t)) for name, t in self.live.items()},
-            momentum=empty(trained if has_momentum else ()),
-            residual=empty(averaged if self._settings.keeps_residual else ()),
-            theta=empty(self._theta_beside),
-        )
+        settings = self._settings
+        local: dict[str, Tensor] = {}
+        theta: dict[str, Tensor] = {}
+        momentum: dict[str, Tensor] = {}
+        residual: dict[str, Tensor] = {}
+        has_momentum = settings.outer_momentum or settings.changes_outer_numbers
+        for name, live in self.live.items():
+            held = held_tensor(live)
+            is_averaged = has_mean(live)
+            dtype = torch.float32 if is_averaged else live.dtype
+            local[name] = torch.empty_like(held)
+            if name in self._theta_beside:
+                theta[name] = torch.empty_like(held, dtype=dtype)
+            if has_momentum and live.requires_grad:
+                momentum[name] = torch.empty_like(held, dtype=dtype)
+            if settings.keeps_residual and is_averaged:
+                residual[name] = torch.empty_like(held, dtype=dtype)
+        return self._saved("", "", local=local, momentum=momentum, residual=residual, theta=theta)
 
     def _saved(
         self, progress: str, in_flight: dict[str, Any] | str, **tensors: Mapping[str, Tensor]
     ) -> dict[str, Any]:
-        saved = {
-            kind: {name: self._save(name, tensor) for name, tensor in own.items()}
-            for kind, own in tensors.items()
-            if own
-        }
-        return {"progress": progress, "in_flight": in_flight, **saved}
+        saved: dict[str, Any] = {"progress": progress, "in_flight": in_flight}
+        for kind, own in tensors.items():
+            if own:
+                saved[kind] = {name: self._save(name, tensor) for name, tensor in own.items()}
+        return saved
 
     def _save(self, name: str, shard: Tensor) -> Tensor:
         """Return what the checkpoint stores of a tensor. A collective if it has to be gathered."""
@@ -194,33 +196,34 @@ class CheckpointLayout:
         """
         progress = _read_progress(saved)
         self._check_model(saved["local"], progress)
-        loaded = {
-            kind: self._load_all(saved.get(kind, {}))
-            for kind in ("local", "momentum", "residual", "theta")
-        }
-        in_model = {n: t for n, t in self.live.items() if n not in loaded["theta"]}
-        theta = loaded["theta"] | {
-            name: held_tensor(t).to(torch.float32, copy=True) for name, t in in_model.items()
-        }
-        has_momentum, groups = progress["has_momentum"], progress["outer_optimizers"]
+        local = self._load_all(saved["local"])
+        theta = self._load_all(saved.get("theta", {}))
+        for name, live in self.live.items():
+            if name not in theta:
+                theta[name] = held_tensor(live).to(torch.float32, copy=True)
+        momentum = self._load_all(saved.get("momentum", {}))
         fragments = []
-        for index, names in enumerate(self._fragments):
-            momenta = {
-                position: {"momentum_buffer": loaded["momentum"][name]}
-                for position, name in enumerate(names)
-                if name in loaded["momentum"] and has_momentum[index]
-            }
-            optimizer = {"state": momenta, "param_groups": groups[index]}
-            fragments.append({"theta": {n: theta[n] for n in names}, "optimizer": optimizer})
+        parts = zip(
+            self._fragments, progress["outer_optimizers"], progress["has_momentum"], strict=True
+        )
+        for names, groups, has_momentum in parts:
+            momenta = {}
+            for position, name in enumerate(names):
+                if has_momentum and name in momentum:
+                    momenta[position] = {"momentum_buffer": momentum[name]}
+            optimizer = {"state": momenta, "param_groups": groups}
+            own = {name: theta[name] for name in names}
+            fragments.append({"theta": own, "optimizer": optimizer})
         state = {key: progress[key] for key in _PLAIN} | {
             "in_flight": self._load_in_flight(saved["in_flight"]),
             "fragments": fragments,
-            "residual": loaded["residual"],
+            "residual": self._load_all(saved.get("residual", {})),
         }
-        return state, loaded["local"]
+        return state, local
 
     def _check_model(self, local: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
-        live, names = self.live, local.keys()
+        live = self.live
+        names = local.keys()
         fixed = FIXED if names == live.keys() else FIXED_WITH_BUFFERS
         check_fixed(self._settings.fingerprint(), progress["settings"], fixed)
         if names != live.keys():
@@ -228,8 +231,9 @@ class CheckpointLayout:
             where = "only in the model" if odd in live else "not in the model"
             raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
         # If the model was cut elsewhere, the checkpoint's counts belong to other fragments.
-        first = zip(progress["first_names"], (names[0] for names in self._fragments), strict=True)
-        for index, (theirs, mine) in enumerate(first):
+        first = [names[0] for names in self._fragments]
+        pairs = zip(progress["first_names"], first, strict=True)
+        for index, (theirs, mine) in enumerate(pairs):
             if theirs != mine:
                 raise BadStateError(
                     f"its fragment {index} begins with {theirs}, and with {mine} here: the model's "
@@ -241,7 +245,8 @@ class CheckpointLayout:
                 raise BadStateError(
                     f"{name} is {tensor.dtype} in it, and {live[name].dtype} in the model"
                 )
-        if others := replaced(progress["checksums"], live):
+        others = replaced(progress["checksums"], live)
+        if others:
             raise BadStateError(
                 f"{len(others)} of {len(live)} tensors of the model are not those of the file: "
                 f"they were left out of the load (load_ignore_keys), or replaced since: "
@@ -300,13 +305,24 @@ def _momentum_of(fragments: list[dict[str, Any]], *, always: bool) -> dict[str, 
     """Return the momentum of every trained parameter; zeros before the first outer step."""
     momentum = {}
     for fragment in fragments:
-        names, optimizer = list(fragment["theta"]), fragment["optimizer"]
+        theta = [*fragment["theta"].items()]
+        optimizer = fragment["optimizer"]
         for group in optimizer["param_groups"]:
-            for index in group["params"] if always or group["momentum"] else ():
-                theta = fragment["theta"][names[index]]
+            if not (always or group["momentum"]):
+                continue
+            for index in group["params"]:
+                name, like = theta[index]
                 buffer = optimizer["state"].get(index, {}).get("momentum_buffer")
-                momentum[names[index]] = torch.zeros_like(theta) if buffer is None else buffer
+                momentum[name] = torch.zeros_like(like) if buffer is None else buffer
     return momentum
+
+
+def theta_of(fragments: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The global tensors by name of the fragments in ``DiLoCo.state_dict()``."""
+    theta: dict[str, Tensor] = {}
+    for fragment in fragments:
+        theta |= fragment["theta"]
+    return theta
 
 
 # ---- which tensors have changed ----------------------------------------------------------------
@@ -328,13 +344,15 @@ def checksums(
         held: Returns this rank's shard of the tensor to sum, by name. None: sum the tensors of
             ``live`` themselves.
     """
-    meshes = [tensor.device_mesh for tensor in live.values() if isinstance(tensor, DTensor)]
+    sharded = [tensor for tensor in live.values() if isinstance(tensor, DTensor)]
     sums = []
     for name, tensor in live.items():
         own = held_tensor(tensor) if held is None else held(name)
-        sums.append(_checksum(own) if not meshes or _adds_its_part(tensor) else 0)
-    if meshes:
-        together = torch.tensor(sums, dtype=torch.int64, device=meshes[0].device_type)
+        adds = not sharded or _adds_its_part(tensor)
+        sums.append(_checksum(own) if adds else 0)
+    if sharded:
+        device = sharded[0].device_mesh.device_type
+        together = torch.tensor(sums, dtype=torch.int64, device=device)
         torch.distributed.all_reduce(together)
         sums = together.tolist()
     return dict(zip(live, sums, strict=True))
@@ -342,7 +360,8 @@ def checksums(
 
 def replaced(sums: Mapping[str, int], live: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that have changed since ``checksums`` gave these sums."""
-    return [name for name, checksum in checksums(live).items() if checksum != sums.get(name)]
+    now = checksums(live)
+    return [name for name, checksum in now.items() if checksum != sums.get(name)]
 
 
 def _checksum(tensor: Tensor) -> int:
@@ -360,7 +379,7 @@ def _adds_its_part(tensor: Tensor) -> bool:
         return torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank of the group is in the mesh of its model"
-    return not any(
-        placement.is_replicate() and rank
-        for placement, rank in zip(tensor.placements, coordinate, strict=True)
-    )
+    for placement, rank in zip(tensor.placements, coordinate, strict=True):
+        if placement.is_replicate() and rank:
+            return False
+    return True

@@ -59,12 +59,11 @@ def newest_first(pattern: str) -> list[Path]:
     def numbers(path: Path) -> list[int]:
         return [int(each) for each in re.findall(r"\d+", path.name)]
 
-    # A link to a file is Composer's ``latest``.
-    found = [
-        path
-        for path in map(Path, glob(pattern))
-        if not path.name.startswith(_TORN) and (path.is_dir() or not path.is_symlink())
-    ]
+    found = []
+    for path in map(Path, glob(pattern)):
+        is_latest = path.is_symlink() and not path.is_dir()  # Composer's link to a file
+        if not is_latest and not path.name.startswith(_TORN):
+            found.append(path)
     return sorted(found, key=numbers, reverse=True)
 
 
@@ -84,9 +83,11 @@ def problem_of(checkpoint: Path) -> str | None:
     files += [path.parent / _METADATA for path in files if path.suffix == ".distcp"]
     if _OF_TRAINER.fullmatch(checkpoint.name):
         files += [checkpoint / TRAINER_STATE, checkpoint / STATE]
-    problems = ((path, _problem_of_file(path)) for path in files)
-    found = (f"{path.relative_to(checkpoint)} {problem}" for path, problem in problems if problem)
-    return next(found, None)
+    for path in files:
+        problem = _problem_of_file(path)
+        if problem is not None:
+            return f"{path.relative_to(checkpoint)} {problem}"
+    return None
 
 
 def _problem_of_file(path: Path) -> str | None:
@@ -107,19 +108,23 @@ def _problem_of_file(path: Path) -> str | None:
 def _problem_of_json(path: Path) -> str | None:
     content = json.loads(path.read_bytes())
     shards = content.get("weight_map", {}) if isinstance(content, dict) else {}
-    lost = [name for name in {*shards.values()} if not (path.parent / name).exists()]
-    return f"names {min(lost)}, which is missing" if lost else None
+    for name in sorted(set(shards.values())):
+        if not (path.parent / name).exists():
+            return f"names {name}, which is missing"
+    return None
 
 
 def _problem_of_safetensors(path: Path) -> str | None:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length)) if 0 < length < size else None
-    if header is None:
-        return "is cut off"
-    ends = [each["data_offsets"][1] for key, each in header.items() if key != "__metadata__"]
-    return "is cut off" if size < 8 + length + max(ends, default=0) else None
+        if not 0 < length < size:
+            return "is cut off"
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    ends = [each["data_offsets"][1] for each in header.values()]
+    whole = 8 + length + max(ends, default=0)
+    return "is cut off" if size < whole else None
 
 
 def _problem_of_torch(path: Path) -> str | None:

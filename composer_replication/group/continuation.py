@@ -18,6 +18,7 @@ from composer_replication.group.checkpoint import (
     CheckpointLayout,
     checksums,
     replaced,
+    theta_of,
 )
 from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.group.host import Host
@@ -107,10 +108,10 @@ class Continuation:
             ValueError: The previous fit trained other parameters, or the model holds other values
                 than it left.
         """
-        before = () if self.ended is None else self.ended["fragments"]
-        known = {name for fragment in before for name in fragment["theta"]}
+        known = set() if self.ended is None else theta_of(self.ended["fragments"]).keys()
         self.also_synced = {*self.loaded.get("local", {}), *known}
-        self._resumed, self.loaded = self._read(settings), {}
+        self._resumed = self._read(settings)
+        self.loaded = {}
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
         self.layout = self.layout_of(settings, self.also_synced)
@@ -145,11 +146,14 @@ class Continuation:
     def _check_unchanged(self, known: Collection[str]) -> None:
         live = self.layout.live
         changed = [] if self.left is None else replaced(self.left, live)
-        kinds = {
-            "were not trained in the fit before": [name for name in live if name not in known],
-            "were replaced since the fit before": [name for name in changed if name in known],
-        }
-        if found := [f"{listed(names)} {what}" for what, names in kinds.items() if names]:
+        added = [name for name in live if name not in known]
+        other = [name for name in changed if name in known]
+        found = []
+        if added:
+            found.append(f"{listed(added)} were not trained in the fit before")
+        if other:
+            found.append(f"{listed(other)} were replaced since the fit before")
+        if found:
             raise ValueError(
                 f"{', and '.join(found)}: this fit cannot continue with its outer momentum. Give a "
                 "new Trainer of this model a new DiLoCoCallback, in all replica groups"
@@ -170,14 +174,17 @@ class Continuation:
         return ask_on_rank_0(partial(self._start_refusal, run_dir, known_step))
 
     def _start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
-        step, source = last_outer_step(run_dir), run_dir
+        step = last_outer_step(run_dir)
+        source = run_dir
         if known_step > step:
-            step, source = known_step, "the coordinator"
+            step = known_step
+            source = "the coordinator"
         if not step:
             return None
         why = "" if self.unusable is None else f" ({self.unusable})"
         fix = self._host.load_checkpoint
-        if latest := newest_whole(self._host.checkpoints or ""):
+        latest = newest_whole(self._host.checkpoints or "")
+        if latest is not None:
             fix = f"continue from this group's last checkpoint ({self._host.load_from}={latest})"
         return (
             f"{source} says that this run has made {step} outer steps, and this group starts "

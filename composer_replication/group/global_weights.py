@@ -39,20 +39,16 @@ class GlobalWeights:
     ) -> None:
         self._theta = theta
         self._is_left_alone = is_left_alone
-        self._live: dict[str, Tensor] = {
-            name: tensor
-            for name, tensor in chain(model.named_parameters(), model.named_buffers())
-            if name in theta
-        }
+        tensors = chain(model.named_parameters(), model.named_buffers())
+        self._live: dict[str, Tensor] = {name: t for name, t in tensors if name in theta}
         self._kept: dict[str, Tensor] | None = None
         names = {id(tensor): name for name, tensor in self._live.items()}
         self._hooks = []
         for module in model.modules():
-            own = {
-                key: names[id(tensor)]
-                for key, tensor in (module._parameters | module._buffers).items()
-                if id(tensor) in names  # tied ones too, under each of their names
-            }
+            own = {}
+            for key, tensor in (module._parameters | module._buffers).items():
+                if id(tensor) in names:  # tied ones too, under each of their names
+                    own[key] = names[id(tensor)]
             if own:
                 hook = self._hook(id(module), own)
                 self._hooks.append(module.register_state_dict_post_hook(hook))
@@ -92,13 +88,15 @@ class GlobalWeights:
     @torch.no_grad()
     def show(self) -> None:
         """Put the global parameters into the model; the local ones are kept beside ``theta``."""
-        if self._kept is None:
-            kept = {}
-            for name, tensor in self._live.items():
-                theta, local = self._theta[name], held_tensor(tensor)
-                kept[name] = local.to(theta.device, copy=True)
-                local.copy_(theta)
-            self._kept = kept
+        if self._kept is not None:
+            return
+        kept = {}
+        for name, tensor in self._live.items():
+            theta = self._theta[name]
+            local = held_tensor(tensor)
+            kept[name] = local.to(theta.device, copy=True)
+            local.copy_(theta)
+        self._kept = kept
 
     @torch.no_grad()
     def hide(self) -> None:
@@ -128,10 +126,10 @@ class Generators:
 
     def save(self) -> None:
         """Save the states, unless they have been saved already."""
-        if self._states is None:
-            cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-            own = random.getstate(), np.random.get_state()
-            self._states = torch.get_rng_state(), cuda, *own
+        if self._states is not None:
+            return
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        self._states = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
     def restore(self) -> None:
         """Restore the saved states, if there are any."""

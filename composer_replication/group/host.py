@@ -91,19 +91,12 @@ class Host:
 
         By default the batch has tensors, with names or without, with a row for each sample.
         """
-        if not isinstance(batch, Mapping):
-            batch = {str(index): each for index, each in enumerate(tree_leaves(batch))}
-        tensors = {n: each for n, each in batch.items() if isinstance(each, Tensor) and each.ndim}
-        if what == "samples":
-            # One of a single dimension may have the tokens of all samples in a row.
-            lengths = [len(each) for each in tensors.values() if each.ndim > 1]
-            return lengths[0] if lengths else min(map(len, tensors.values()), default=0)
-        if "attention_mask" in tensors or "input_ids" in tensors:
-            tensors = {n: tensors[n] for n in ("attention_mask", "input_ids") if n in tensors}
-        # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
-        masks = [int(each.sum()) for name, each in tensors.items() if name.endswith("_mask")]
-        ids = [each.numel() for name, each in tensors.items() if name.endswith("_ids")]
-        return sum(masks or ids)
+        named = batch if isinstance(batch, Mapping) else dict(enumerate(tree_leaves(batch)))
+        tensors: dict[str, Tensor] = {}
+        for name, each in named.items():
+            if isinstance(each, Tensor) and each.ndim:
+                tensors[str(name)] = each
+        return _count_samples(tensors) if what == "samples" else _count_tokens(tensors)
 
     def size_of_all(self, batch: Any, what: str) -> int:
         """The number of samples or tokens in a batch, over all ranks of the group.
@@ -190,6 +183,27 @@ class Host:
             is_in_step: Whether this group has healed inside a step.
         """
         raise NotImplementedError
+
+
+def _count_samples(tensors: Mapping[str, Tensor]) -> int:
+    # One of a single dimension may have the tokens of all samples in a row.
+    for tensor in tensors.values():
+        if tensor.ndim > 1:
+            return len(tensor)
+    return min(map(len, tensors.values()), default=0)
+
+
+def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
+    usual = ("attention_mask", "input_ids")
+    names = [name for name in usual if name in tensors]
+    masks, ids = [], []
+    # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
+    for name in names or tensors:
+        if name.endswith("_mask"):
+            masks.append(int(tensors[name].sum()))
+        elif name.endswith("_ids"):
+            ids.append(tensors[name].numel())
+    return sum(masks or ids)
 
 
 def check_optimizer(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:

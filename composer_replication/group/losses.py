@@ -27,8 +27,10 @@ class Losses:
 
     def pop_mean(self) -> float | None:
         """The mean loss of the steps since the last call, over the group's ranks; None if none."""
-        total, num_steps = self._sum, self.num_steps
-        self._sum, self.num_steps = None, 0
+        total = self._sum
+        num_steps = self.num_steps
+        self._sum = None
+        self.num_steps = 0
         if total is None or not num_steps:
             return None
         if torch.distributed.is_initialized():

@@ -14,6 +14,7 @@ from composer_replication.arguments import among, check_names, shows
 from composer_replication.diloco import algorithm
 from composer_replication.diloco.algorithm import SyncReport
 from composer_replication.diloco.construction import check_outer_settings
+from composer_replication.diloco.fragments import whole_model
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.group.continuation import Continuation
@@ -43,7 +44,8 @@ class PlainLoop(Host):
     load_checkpoint = "load what it has saved (diloco.load_state_dict, before `with diloco`)"
 
     def __init__(self, diloco: algorithm.DiLoCo, modules: nn.Module) -> None:
-        self._diloco, self.model = diloco, modules
+        self._diloco = diloco
+        self.model = modules
 
     @property
     def steps(self) -> int:
@@ -119,9 +121,7 @@ class DiLoCo(algorithm.DiLoCo):
         is_resumed = bool(has_steps and self._reporter is None)  # it is the first part of the loop
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
-        fragments = self._model_fragments
-        model = fragments if isinstance(fragments, nn.Module) else nn.ModuleList(fragments)
-        host = PlainLoop(self, model)
+        host = PlainLoop(self, whole_model(self._model_fragments))
         self._reporter = reporter = Reporter(folder, self.settings, host)
         reporter.settings("")
         if env.coordinator_addr is not None:

@@ -23,6 +23,7 @@ from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.torchft_api import as_diloco_manager
 from composer_replication.group.call_watch import when_over
+from composer_replication.group.checkpoint import theta_of
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import GroupKeywords, Host, check_optimizer
@@ -200,7 +201,8 @@ class ReplicaGroup:
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
             manager.member.own.saves_to = tuple(filter(is_remote, host.saves_to))
-            (generators := Generators()).save()
+            generators = Generators()
+            generators.save()
             manager.member.own.data = digests_of_divided()
             generators.restore()
         manager.register_state_dict_fn(host.name, self._receive, self._position)
@@ -234,11 +236,13 @@ class ReplicaGroup:
         torchft picks a donor for each rank, and donors may be at other steps. Where groups take
         unequal numbers of steps, one that has trained keeps its own count: each trains its own.
         """
-        if self._received is not None:  # on all ranks alike, and seldom: no collective else
-            (position, is_in_step), self._received = broadcast(self._received), None
-            is_equal = position.pop("sync_every") == self.settings.sync_every
-            if not self.host.steps or (is_equal and self.settings.round_seconds is None):
-                self.host.load_state_dict(position, is_in_step)
+        if self._received is None:  # on all ranks alike, and seldom: no collective else
+            return
+        position, is_in_step = broadcast(self._received)
+        self._received = None
+        is_equal = position.pop("sync_every") == self.settings.sync_every
+        if not self.host.steps or (is_equal and self.settings.round_seconds is None):
+            self.host.load_state_dict(position, is_in_step)
 
     # ---- steps ------------------------------------------------------------------------------
 
@@ -375,7 +379,9 @@ class ReplicaGroup:
         It has to be written before the next inner step. The checkpoint's model is the global one:
         ``state_dict`` of the model returns the global weights.
         """
-        state = self.continuation.ended if self.diloco is None else self._diloco_state(self.diloco)
+        state = self.continuation.ended
+        if self.diloco is not None:
+            state = self._diloco_state(self.diloco)
         if state is None or self.weights is None:
             return self.continuation.loaded
         local = self.host.averages.local(self.weights.local())
@@ -405,8 +411,10 @@ class ReplicaGroup:
         self._keep()
         self._drop()
         self._reporter.folder.write_end(self.result)
-        steps, digest = self.result["outer_steps"], self.result["global_digest"][:8]
-        if failure := self.result["failure"]:
+        steps = self.result["outer_steps"]
+        digest = self.result["global_digest"][:8]
+        failure = self.result["failure"]
+        if failure:
             log.error("%s", failure)
         log.info("Ended after %d outer steps: global parameters %s", steps, digest)
 
@@ -416,7 +424,7 @@ class ReplicaGroup:
         state = self._diloco_state(self.diloco)
         self.continuation.ended = state
         # Under DDP these have been gathered, so rank 0 alone may save the model from now on.
-        self.weights.read_from({n: t for f in state["fragments"] for n, t in f["theta"].items()})
+        self.weights.read_from(theta_of(state["fragments"]))
 
     def leave(self) -> None:
         """Count no more steps and send no more heartbeats: the others would wait for this group.
@@ -427,7 +435,8 @@ class ReplicaGroup:
             return  # the threads have ended: no heartbeats are sent, and a wait would never return
         with self._leaving:
             self._joined.close()
-            self.manager = self._membership = None
+            self.manager = None
+            self._membership = None
 
     def leave_when_over(self, function: Callable[..., object]) -> None:
         """Leave when the call of a function that calls this has ended, if no event says so."""
@@ -437,7 +446,7 @@ class ReplicaGroup:
     def _leave_after_error(self, manager: Any) -> None:
         """Leave if the fit with this manager is over and has not left. Any thread may call it."""
         with self._leaving:
-            if self.manager is manager is not None:
+            if manager is not None and self.manager is manager:
                 self.fail()
 
     def fail(self, error: BaseException | None = None) -> None:
@@ -453,7 +462,8 @@ class ReplicaGroup:
 
     def _drop(self) -> None:
         self.leave()
-        self.diloco = self.data = None
+        self.diloco = None
+        self.data = None
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave for good, when the trainer closes. It may be repeated.

@@ -58,7 +58,9 @@ class Reporter:
     """
 
     def __init__(self, folder: ReplicaFolder, settings: DiLoCoSettings, host: Host) -> None:
-        self.folder, self._settings, self._host = folder, settings, host
+        self.folder = folder
+        self._settings = settings
+        self._host = host
         self._before = folder.reached() or {}  # empty if an error has been logged
         self._began: tuple[int, float, float] | None = None
         self._phase = ""
@@ -111,7 +113,8 @@ class Reporter:
                 "to_load": self._host.load_checkpoint,
             },
         )
-        self._members, self._num_groups = members_of(manager), manager.num_participants()
+        self._members = members_of(manager)
+        self._num_groups = manager.num_participants()
         self._report_data(manager)
         if self._members and self._host.warning:
             self.warn(self._host.warning)
@@ -126,17 +129,25 @@ class Reporter:
             )
         if not is_resumed:
             return
-        batch, before = self._host.steps, self._before
-        again = {
-            "batches_again": max(0, before.get("batch", 0) - batch),
-            "outer_steps_again": max(0, before.get("outer_step", 0) - diloco.outer_step),
-        }
-        self.folder.append(RESUME, {"batch": batch, "outer_step": diloco.outer_step, **again})
+        batch = self._host.steps
+        outer_step = diloco.outer_step
+        batches = max(0, self._before.get("batch", 0) - batch)
+        outer_steps = max(0, self._before.get("outer_step", 0) - outer_step)
+        self.folder.append(
+            RESUME,
+            {
+                "batch": batch,
+                "outer_step": outer_step,
+                "batches_again": batches,
+                "outer_steps_again": outer_steps,
+            },
+        )
         log.info(
             "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
             batch,
-            diloco.outer_step,
-            *again.values(),
+            outer_step,
+            batches,
+            outer_steps,
         )
 
     # ---- it syncs ---------------------------------------------------------------------------
@@ -189,16 +200,19 @@ class Reporter:
 
     @fence("what they divide")
     def _report_data(self, manager: DiLoCoManager) -> None:
-        if odd := manager.on_other_datasets():
+        odd = manager.on_other_datasets()
+        if odd:
             self.warn(on_other_data(odd))
 
     @fence("who takes part")
     def _report_members(self, report: SyncReport, manager: DiLoCoManager) -> None:
         self._num_groups = report.num_participants
-        before, self._members = self._members, members_of(manager)
+        before = self._members
+        self._members = members_of(manager)
         if before != self._members:
             self._report_data(manager)
-        if not rank() and (news := changes(before, self._members)):
+        news = changes(before, self._members)
+        if news and not rank():
             take_part = plural(self._num_groups, "group takes", "groups take")
             log.info("Outer step %d: %s; %s part", report.outer_step, news, take_part)
 
@@ -239,7 +253,8 @@ class Reporter:
         now = time.monotonic()
         if phase == self._phase and now < self._due and not self._host.shows_position:
             return False
-        self._phase, self._due = phase, now + REPORT_EVERY_S
+        self._phase = phase
+        self._due = now + REPORT_EVERY_S
         return True
 
     def position(self, phase: str, diloco: DiLoCo, done: float = 0.0) -> dict[str, Any]:
@@ -251,18 +266,22 @@ class Reporter:
             done: The part of the samples that has been trained on, 0 to 1. If the number of steps
                 is not known, it is estimated from this; 0: no estimate.
         """
-        step, known = self._host.steps, self._host.last_step()
+        step = self._host.steps
+        known = self._host.last_step()
         if known is not None:
             self._ends_at = known
-        seconds_left = speed = None
+        seconds_left = None
+        speed = None
         if phase == "training":
             self._began = self._began or (step, time.monotonic(), done)
             began_at, began, done_then = self._began
+            steps = step - began_at
             if known is None and done > max(done_then, self._done):  # a sync has changed it
-                per_part = (step - began_at) / (done - done_then)
-                self._done, self._ends_at = done, step + round(per_part * (1 - done))
-            if self._ends_at is not None and step > began_at:
-                per_step = (time.monotonic() - began) / (step - began_at)
+                per_part = steps / (done - done_then)
+                self._done = done
+                self._ends_at = step + round(per_part * (1 - done))
+            if self._ends_at is not None and steps > 0:
+                per_step = (time.monotonic() - began) / steps
                 seconds_left = per_step * max(0, self._ends_at - step)
                 speed = 1 / per_step
         position = {
@@ -291,8 +310,8 @@ class Reporter:
         """Whether the schedule makes the rounds longer later."""
         if not self._settings.schedule:
             return False
-        now, last = map(self._settings.sync_every_at, (outer_step, sys.maxsize))
-        return now < last
+        now = self._settings.sync_every_at(outer_step)
+        return now < self._settings.sync_every_at(sys.maxsize)
 
     @fence("the position on the progress bar")
     def _show(self, position: Mapping[str, Any], is_estimate: bool) -> None:
@@ -348,14 +367,14 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         before: From ``members_of``.
         now: The same of the later quorum.
     """
-    again = [name for name in now if name in before and now[name] != before[name]]
     names_of = {
         "left": [name for name in before if name not in now],
         "joined": [name for name in now if name not in before],
-        "been started again": again,
+        "been started again": [name for name in now if before.get(name, now[name]) != now[name]],
     }
-    return ", ".join(
-        f"{listed_groups(names)} {'has' if len(names) == 1 else 'have'} {what}"
-        for what, names in names_of.items()
-        if names
-    )
+    news = []
+    for what, names in names_of.items():
+        if names:
+            have = "has" if len(names) == 1 else "have"
+            news.append(f"{listed_groups(names)} {have} {what}")
+    return ", ".join(news)

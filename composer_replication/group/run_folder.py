@@ -143,8 +143,10 @@ def last_outer_step(run_dir: str | Path | None) -> int:
     Raises:
         OSError: The folder cannot be read.
     """
-    paths = [] if run_dir is None else Path(run_dir).glob(f"replica_*/{EVENTS}")
-    return max((int(last_event(path, SYNC).get(OUTER_STEP, 0)) for path in paths), default=0)
+    if run_dir is None:
+        return 0
+    syncs = (last_event(path, SYNC) for path in Path(run_dir).glob(f"replica_*/{EVENTS}"))
+    return max((int(sync.get(OUTER_STEP, 0)) for sync in syncs), default=0)
 
 
 class ReplicaFolder:
@@ -206,7 +208,8 @@ class ReplicaFolder:
         """Return the status that the group had before it stopped, with its last ``outer_step``."""
         if self._folder is None:
             return {}
-        status, sync = self.read_status(), {}
+        status = self.read_status()
+        sync = {}
         with self._warnings():
             sync = last_event(self._folder / EVENTS, SYNC)
         return status | {
@@ -224,7 +227,8 @@ class ReplicaFolder:
         now = time.monotonic()
         if self._folder is None or (phase == self._phase and now < self._status_due):
             return
-        self._phase, self._status_due = phase, now + STATUS_EVERY_S
+        self._phase = phase
+        self._status_due = now + STATUS_EVERY_S
         with self._warnings():
             self._events.flush()
         with self._warnings():
