@@ -9,7 +9,7 @@ from typing import Any
 
 from group_time import PARTS, GroupTime, Window, account
 
-from composer_replication.group.run_folder import START, STATUS, log_path
+from composer_replication.group.run_folder import STATUS, log_path
 from composer_replication.launch.run_record import Run
 from composer_replication.util.json_files import read_json
 
@@ -38,7 +38,7 @@ def measure_goodput(run: Run) -> dict[str, Any]:
     for id, syncs in run.groups.items():
         status = read_json(log_path(run.run_dir, id).with_name(STATUS))
         times[id] = account(
-            syncs.others[START],
+            syncs.starts,
             syncs,
             faults=fault_windows(chaos, id),
             end=None if id in run.results else end,

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from composer_replication.coordinator.database import Database, RejectedError, StorageError
-from composer_replication.coordinator.page import agreement_of
-from composer_replication.util.curve import Curve
+from composer_replication.util.curves import Course, agreement_of
 
 log = logging.getLogger(__name__)
 
@@ -72,18 +71,12 @@ class Events:
             log.warning("That event is in the log alone: %s", error)
 
 
-class History:
-    """Keeps what heartbeats have reported, in memory: it never waits for the disk.
-
-    Curves are thinned, so its size has a bound.
-    """
-
-    MAX_DIGESTS = 1000
+class Heartbeats:
+    """Keeps what heartbeats have reported, in memory: it never waits for the disk."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._losses: defaultdict[str, Curve] = defaultdict(Curve)
-        self._digests: dict[int, dict[str, str]] = {}
+        self._courses: defaultdict[str, Course] = defaultdict(Course)
 
     def add(self, replica_id: str, progress: Mapping[str, Any]) -> None:
         """Add the progress of one heartbeat.
@@ -93,31 +86,25 @@ class History:
             progress: Fields of ``Heartbeat``. Those that are missing say nothing.
         """
         with self._lock:
+            course = self._courses[replica_id]
             if progress.get("loss") is not None:
-                batch = progress.get("batch") or 0
-                self._losses[replica_id].add(batch, (batch, progress["loss"]))
-            if progress.get("global_digest") is not None:
-                self._add_digest(
-                    replica_id, progress.get("digest_step") or 0, progress["global_digest"]
-                )
-
-    def _add_digest(self, replica_id: str, step: int, digest: str) -> None:
-        if self._digests.get(step, {}).get(replica_id, digest) != digest:
-            # The run has resumed from before this step: what came after it is not comparable.
-            self._digests = {s: sent for s, sent in self._digests.items() if s < step}
-        self._digests.setdefault(step, {})[replica_id] = digest
-        if len(self._digests) > self.MAX_DIGESTS:
-            del self._digests[min(self._digests)]
+                course.losses.add(progress.get("batch") or 0, progress["loss"])
+            if (digest := progress.get("global_digest")) is None:
+                return
+            step = progress.get("digest_step") or 0
+            if course.digests.get(step, digest) != digest:
+                # The run has resumed from before this step: others will report it again too.
+                for each in self._courses.values():
+                    each.forget_digests(step)
+            course.add_digest(step, digest)
 
     def losses(self) -> dict[str, list[tuple[int, float]]]:
-        """The losses of each group, as rows of batch and loss, see ``Curve``.
-
-        They are by batch, since a group that was restarted counts inner steps from 0.
-        """
+        """The losses of each group that has reported any, as rows of batch and loss."""
         with self._lock:
-            return {id: curve.points for id, curve in self._losses.items()}
+            each = {id: course.losses.points for id, course in self._courses.items()}
+        return {id: points for id, points in each.items() if points}
 
     def agreement(self) -> dict[str, Any] | None:
         """Whether the groups' parameters are equal, see ``agreement_of``."""
         with self._lock:
-            return agreement_of(self._digests)
+            return agreement_of(self._courses)

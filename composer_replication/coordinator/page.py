@@ -69,22 +69,3 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
         ],
         "events": [*status["events"], *record.get("events", ())],
     }
-
-
-def agreement_of(digests: Mapping[int, Mapping[str, str]]) -> dict[str, Any] | None:
-    """Compare the digests of the groups' global parameters.
-
-    Args:
-        digests: By outer step, the digest of each group that has sent one.
-
-    Returns:
-        ``outer_step`` and ``digests`` of the newest outer step of which several groups have sent
-        one, and ``differing``, the outer steps at which they were not equal. None: there is no
-        such step.
-    """
-    several = sorted(step for step, groups in digests.items() if len(groups) > 1)
-    if not several:
-        return None
-    differing = [step for step in several if len(set(digests[step].values())) > 1]
-    newest = several[-1]
-    return {"outer_step": newest, "digests": dict(digests[newest]), "differing": differing[-20:]}

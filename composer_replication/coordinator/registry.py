@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from composer_replication.coordinator.database import Database, RejectedError
-from composer_replication.coordinator.events import Events, History
+from composer_replication.coordinator.events import Events, Heartbeats
 from composer_replication.settings import describe_difference
 
 
@@ -71,7 +71,7 @@ class Registry:
         clock: Returns seconds; tests replace it.
 
     Attributes:
-        history: Losses and digests that heartbeats have reported.
+        heartbeats: What they have reported.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Registry:
         # dead.
         self._lock = threading.Lock()
         self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
-        self.history = History()
+        self.heartbeats = Heartbeats()
         rows = database.read("SELECT replica_id, session FROM replicas")
         self._incarnations = {id: Incarnation(session, began, began) for id, session in rows}
         self._unknown = Incarnation("", began, began)
@@ -165,7 +165,7 @@ class Registry:
             since = self._registered(replica_id, session).registered_at
             now = self.clock()
             self._incarnations[replica_id] = Incarnation(session, since, now, dict(progress))
-        self.history.add(replica_id, progress)
+        self.heartbeats.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
         """Record that a group's processes have ended, so that its name is free at once.

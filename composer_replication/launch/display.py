@@ -20,7 +20,6 @@ from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
-from composer_replication.group.run_folder import OUTER_STEP
 from composer_replication.group.words import format_duration, format_roughly, listed_groups, plural
 from composer_replication.launch.group import RESTARTING, TRAINING, Group
 from composer_replication.launch.run_record import Run
@@ -68,7 +67,12 @@ class LiveRun(Run):
         return list(self._news())
 
     def _news(self) -> Iterator[str]:
-        warnings = dict.fromkeys(text for group in self.groups.values() for text in group.warnings)
+        warnings = dict.fromkeys(
+            text
+            for group in self.groups.values()
+            for at, text in group.warnings
+            if at >= group.began
+        )
         yield from (text for text in warnings if text not in self._warnings)
         self._warnings.update(warnings)
         thrown_away: dict[str, list[str]] = {}
@@ -103,10 +107,10 @@ class LiveRun(Run):
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync, as those that were in it report; None before any."""
-        syncs = [group.newest for group in self.groups.values() if group.newest]
-        newest = max((sync[OUTER_STEP] for sync in syncs), default=0)
-        numbers = [s["diloco/num_participants"] for s in syncs if s[OUTER_STEP] == newest]
-        return int(min(numbers)) if numbers else None
+        groups = [group for group in self.groups.values() if group.newest]
+        newest = max((group.synced_step for group in groups), default=0)
+        numbers = [group.participants for group in groups if group.synced_step == newest]
+        return min(filter(None, numbers), default=None)
 
     @property
     def overview(self) -> str:
@@ -293,8 +297,7 @@ def _row(group: Group) -> Iterator[Text | ProgressBar]:
     yield Text(group.state, style=STYLES[group.mood])
     yield Text("") if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
     yield Text(group.step)
-    participants = group.newest.get("diloco/num_participants")
-    yield Text("-" if participants is None else f"{participants:.0f}")
+    yield Text("-" if group.participants is None else f"{group.participants}")
     loss, left = group.status.get("loss"), group.seconds_left
     yield Text("-" if loss is None else f"{loss:.3f}")
     yield Text("-" if left is None else format_duration(left))

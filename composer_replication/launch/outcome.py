@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,10 @@ from composer_replication.coordinator.page import (
     write_report_html,
 )
 from composer_replication.group.checkpoint_files import newest_whole
+from composer_replication.group.history import MAX_TROUBLES
 from composer_replication.group.run_folder import (
     CONFIG,
-    EVALUATION,
     EVENTS,
-    RESUME,
-    SAVED,
-    START,
     SUMMARY,
     log_path,
 )
@@ -36,7 +33,6 @@ from composer_replication.group.words import format_duration, listed_groups
 from composer_replication.launch.group import (
     FINISHED,
     LEFT_OUT,
-    MAX_EVENTS,
     NOT_BACK,
     TRAINING,
     Group,
@@ -148,7 +144,7 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
         argv: The arguments of the command that was interrupted.
     """
     run = open_run(run_dir)
-    starts = [group.others[START][-1] for group in run.groups.values() if group.others[START]]
+    starts = [group.start for group in run.groups.values()]
     saved = list(filter(None, map(_saved_by, run.groups.values())))
     if not saved:
         to_save = dict.fromkeys(start["to_save"] for start in starts if start.get("to_save"))
@@ -164,13 +160,12 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
 
 def _saved_by(group: Group) -> str:
     """Say where a group's newest checkpoint is; empty if it has saved none."""
-    start = group.others[START][-1] if group.others[START] else {}
-    newest = newest_whole(start.get("checkpoints") or "")
-    remote = [folder for folder in start.get("saves_to") or () if "://" in folder]
-    by_itself = group.others[SAVED][-1:]  # of a loop which alone knows where
+    newest = newest_whole(group.start.get("checkpoints") or "")
+    remote = [folder for folder in group.start.get("saves_to") or () if "://" in folder]
     if newest is not None or remote:
         return ", ".join(remote or [str(newest)])
-    return f"by group {group.name} at step {by_itself[0]['batch']}" if by_itself else ""
+    # A loop of one's own alone knows where.
+    return f"by group {group.name} at step {group.saved_at}" if group.saved_at else ""
 
 
 def _going_on(run_dir: Path, argv: Sequence[str]) -> list[str]:
@@ -279,10 +274,8 @@ def _record_of(run: Run) -> dict[str, Any]:
     groups = run.groups
     record: dict[str, Any] = {"run_name": run.run_dir.resolve().name, "groups": {}}
     for id, group in groups.items():
-        columns = {
-            "inner_share": group.inner_share,
-            "error": group.last_error(group.joined_at).get("error"),
-        }
+        error = group.open_errors[-1].text if group.open_errors else None
+        columns = {"inner_share": group.inner_share, "error": error}
         # What the folder does not know yet, a heartbeat may know.
         record["groups"][id] = {name: v for name, v in columns.items() if v is not None}
     record["unregistered"] = {id: _shown_of(group) for id, group in groups.items() if group.status}
@@ -293,33 +286,23 @@ def _record_of(run: Run) -> dict[str, Any]:
     if agreement is not None:
         record["agreement"] = agreement
     # All groups evaluate the same global parameters.
-    longest = max((group.others[EVALUATION] for group in groups.values()), key=len)
-    record["evaluations"] = [{"batch": e["batch"], "eval": e["eval"]} for e in longest[-50:]]
-    events = sorted(chain.from_iterable(map(_events_of, groups.values())))
+    longest = max((group.evaluations for group in groups.values()), key=len)
+    record["evaluations"] = [{"batch": row["batch"], "eval": row["eval"]} for row in longest[-50:]]
     record["result"] = [[*row] for row in result_of(run)]
     record["failure"] = run.failure
-    return record | {"events": [{"time": at, "text": text} for at, text in events[-MAX_EVENTS:]]}
+    events = sorted(
+        (at, f"replica group {id}{text}")
+        for id, group in groups.items()
+        for at, text in group.told()
+    )
+    record["events"] = [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]]
+    return record
 
 
 def _shown_of(group: Group) -> dict[str, Any]:
     """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
     is_alive = group.phase in ("joining", "evaluating", *TRAINING)
     return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
-
-
-def _events_of(group: Group) -> Iterator[tuple[float, str]]:
-    name = f"replica group {group.name}"
-    starts = group.others[START]
-    for before, start in zip([{}, *starts], starts, strict=False):
-        if start["trained_at"] is not None and start["started"] != before.get("started"):
-            yield start["trained_at"], f"{name} was lost"
-        yield start["joined"], f"{name} joined"
-    for line in group.others[RESUME]:
-        yield line["time"], f"{name} resumed at batch {line['batch']}"
-    for line in group.errors:
-        yield line["time"], f"{name} ended with an error: {line['error']}"
-    for trouble in group.troubles:
-        yield trouble.time, f"{name}, {trouble.text}"
 
 
 def write_page(run: Run) -> Path:

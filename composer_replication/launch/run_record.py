@@ -5,18 +5,18 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from composer_replication.coordinator.page import PAGE_DATA, agreement_of
-from composer_replication.group.run_folder import EVALUATION, EVENTS, RESUME, START, SUMMARY
+from composer_replication.coordinator.page import PAGE_DATA
+from composer_replication.group.run_folder import EVENTS, SUMMARY
 from composer_replication.group.words import format_bytes, listed_groups, plural
 from composer_replication.launch.group import Group
 from composer_replication.settings import DiLoCoSettings
+from composer_replication.util.curves import agreement_of
 from composer_replication.util.json_files import finite, read_json, replace_json
 
 
@@ -65,7 +65,8 @@ class Run:
         Empty if it is one, or goes on. Without an end of any group it tells of the run so far.
         """
         groups = self.groups.values()
-        known = [group for group in groups if group.result] or [*filter(len, groups)]
+        known = [group for group in groups if group.result]
+        known = known or [group for group in groups if group.num_syncs]
         newest = max((group.outer_step for group in known), default=0)
         each = [group.failure for group in known if group.outer_step == newest]
         return each[0] if each and all(each) else ""
@@ -73,9 +74,7 @@ class Run:
     @property
     def evaluation(self) -> dict[str, float]:
         """The newest evaluation of the first group that has one. All evaluate the same."""
-        at_end = (result.get("eval") for result in self.results.values())
-        until_now = (e[-1]["eval"] for g in self.groups.values() if (e := g.others[EVALUATION]))
-        return next(filter(None, (*at_end, *until_now)), {})
+        return next(filter(None, (group.evaluation for group in self.groups.values())), {})
 
     @property
     def samples_gap(self) -> dict[str, int] | None:
@@ -96,13 +95,7 @@ class Run:
 
     def agreement(self, groups: Iterable[Group]) -> dict[str, Any] | None:
         """Compare the digests of some of the groups, see ``agreement_of``."""
-        digests: dict[int, dict[str, str]] = defaultdict(dict)
-        for group in groups:
-            end = group.result
-            at_end = {end["outer_steps"]: end["global_digest"]} if end else {}
-            for step, digest in (group.digests | at_end).items():
-                digests[step][group.name] = digest
-        return agreement_of(digests)
+        return agreement_of({group.name: group for group in groups})
 
 
 def open_run(run_dir: str | Path) -> Run:
@@ -172,10 +165,8 @@ def result_of(run: Run) -> list[tuple[str, str]]:
     Terminal, page and report show the same. For a run that goes on it is the result so far.
     """
     rows = []
-    speeds = "_runtime", "_per_second"  # the Trainer's, which are no result
-    shown = [f"{n} {value:.4g}" for n, value in run.evaluation.items() if not n.endswith(speeds)]
-    if shown:
-        rows.append(("evaluation", ", ".join(shown)))
+    if shown := ", ".join(f"{name} {value:.4g}" for name, value in run.evaluation.items()):
+        rows.append(("evaluation", shown))
     rows += _describe_traffic(run)
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
@@ -200,7 +191,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     Raises:
         ValueError: The run has committed no sync yet.
     """
-    if not any(run.groups.values()) and not run.results:
+    if not run.results and not any(group.num_syncs for group in run.groups.values()):
         raise ValueError(
             f"{run.run_dir} has no committed sync in replica_<id>/{EVENTS}, so there is nothing "
             "to tell. The first comes after sync_every inner steps; if the run failed before, "
@@ -214,9 +205,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
         text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
         rows.append(("samples", text))
     for id, group in run.groups.items():
-        rows += [
-            ("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.others[RESUME]
-        ]
+        rows += [("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.resumes]
         if group.num_damaged:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
@@ -228,12 +217,11 @@ def describe(run: Run) -> list[tuple[str, str]]:
 
 
 def _describe_errors(run: Run) -> list[tuple[str, str]]:
-    """The errors since the run was begun or continued, each once with the groups that had it."""
+    """The errors after which a group has not trained on, each once with the groups that had it."""
     groups_of: dict[str, dict[str, None]] = {}
     for id, group in run.groups.items():
-        for error in group.errors:
-            if error.get("time", 0.0) >= group.continued_at:
-                groups_of.setdefault(error["error"], {})[id] = None
+        for error in group.open_errors:
+            groups_of.setdefault(error.text, {})[id] = None
     return [("error", f"{listed_groups([*ids])}: {text}") for text, ids in groups_of.items()]
 
 
@@ -259,11 +247,11 @@ def describe_digests(run: Run) -> str:
 
 
 def _describe_traffic(run: Run) -> list[tuple[str, str]]:
-    group = max(run.groups.values(), key=len)
+    group = max(run.groups.values(), key=lambda group: group.num_syncs)
     if not group.bytes_sent:
         return []
     text = (
-        f"{format_bytes(group.bytes_sent)} in {plural(len(group), 'sync')}; "
+        f"{format_bytes(group.bytes_sent)} in {plural(group.num_syncs, 'sync')}; "
         f"data parallel: {format_bytes(group.data_parallel_bytes)} in {group.inner_steps} inner "
         f"steps ({group.data_parallel_bytes / group.bytes_sent:.0f} times as much)"
     )
@@ -345,15 +333,14 @@ def read_run(folder: str | Path) -> RunResult:
         FileNotFoundError: The folder does not exist, or no replica group has written into it.
     """
     run = open_run(folder)
-    starts = [start for group in run.groups.values() for start in group.others[START]]
-    settings = [start["settings"] for start in starts if "settings" in start]
+    settings = [g.start["settings"] for g in run.groups.values() if g.start.get("settings")]
     return RunResult(
         settings=DiLoCoSettings(**settings[-1]) if settings else None,
         groups=[
             GroupResult(
                 replica_id=id,
                 starts=group.num_starts,
-                syncs=len(group),
+                syncs=group.num_syncs,
                 inner_steps=group.inner_steps,
                 outer_step=group.outer_step,
                 steps_lost=group.steps_lost,
@@ -362,7 +349,7 @@ def read_run(folder: str | Path) -> RunResult:
                 inner_share=group.inner_share,
                 final_loss=group.result.get("final_loss"),
                 global_digest=group.result.get("global_digest"),
-                errors=[error["error"] for error in group.errors],
+                errors=[error.text for error in group.errors],
             )
             for id, group in run.groups.items()
         ],
@@ -372,9 +359,9 @@ def read_run(folder: str | Path) -> RunResult:
             for line in group
         ],
         evaluations=[
-            {"replica_id": id, "time": event["time"], "batch": event["batch"], **event["eval"]}
+            {"replica_id": id, "time": row["time"], "batch": row["batch"], **row["eval"]}
             for id, group in run.groups.items()
-            for event in group.others[EVALUATION]
+            for row in group.evaluations
         ],
         failure=run.failure,
     )

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer_replication.group.run_folder import REJECTED, START
+from composer_replication.group.history import Error
+from composer_replication.group.run_folder import REJECTED
 from composer_replication.group.words import plural
 from composer_replication.launch.group import (
     FAILED,
@@ -197,21 +198,22 @@ class Supervisor:
             self._end(replica_id, 1, NOT_BACK)
             self.say(f"{end}; it is too late to join the others again")
             return
-        error = group.last_error(record.started_at)
+        errors = [each for each in group.errors if each.time >= record.started_at]
+        error = errors[-1] if errors else Error(0.0, "", "")
         # It has left since its pseudo-gradients were not sound. If nobody's are, a restart is vain.
-        if error.get("type") == NOT_SOUND and (failure := self._failure):
+        if error.kind == NOT_SOUND and (failure := self._failure):
             record.error = failure
             self._end(replica_id, 1, FAILED)
             self.say(f"{end}, and is not started again")
             return
         # What was accepted once may be rejected for a reason that passes, such as a host name that
         # does not resolve while the machine starts. A script that loads no checkpoint stays one.
-        was_accepted = was_rejected and bool(group.newest or group.others[START])
-        may_pass = was_accepted and error.get("type") != LOADS_NO_CHECKPOINT
+        was_accepted = was_rejected and bool(group.newest or group.starts)
+        may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
         has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
         is_hopeless = has_failed and not may_pass
         if is_hopeless and group.phase not in JOINED:
-            said = error.get("error") or self.groups.last_line(replica_id)
+            said = error.text or self.groups.last_line(replica_id)
             record.error = said.removeprefix("Error: ")
             if self._none_can_start:
                 status = BAD_INPUT  # the program would end so at each start

@@ -156,7 +156,7 @@ def test_an_end_of_before_is_not_that_of_a_run_that_is_continued(tmp_path):
     write_events(tmp_path / "replica_0", "continued", {"time": 60.0})
     write_events(tmp_path / "replica_1", "start", {"time": 70.0})
     run = open_run(tmp_path)
-    assert run.results == {} and len(run.groups["0"]) == 8
+    assert run.results == {} and run.groups["0"].num_syncs == 8
     for steps, bits in ((9, {}), (9, {"BitsPerByte": 3.0})):  # evaluated after its end
         end = {"outer_steps": steps, "global_digest": "ef" * 32, "eval": bits}
         write_events(tmp_path / "replica_0", "end", end | {"time": 80.0})
@@ -289,7 +289,7 @@ def test_damaged_lines_are_left_out_of_the_report_and_counted(tmp_path):
     with (tmp_path / "replica_1" / "events.jsonl").open("ab") as file:
         file.write(b'{"diloco/outer' + b"\n" + bytes(64) + b"\n" + b"\n" + b'{"event": "sync", "ti')
     run = open_run(tmp_path)
-    assert list(run.results) == ["0", "1"] and len(run.groups["1"]) == 8
+    assert list(run.results) == ["0", "1"] and run.groups["1"].num_syncs == 8
     assert dict(describe(run))["damaged"] == "3 lines of replica_1/events.jsonl left out"
 
 

@@ -1,0 +1,268 @@
+"""What has happened to a replica group: the one reader of its events.
+
+``reports.py`` writes them; the page, the terminal, the report and ``read_run`` show what is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from composer_replication.group import run_folder
+from composer_replication.group.words import FRUITLESS_SYNCS, plural, why_nothing_was_learned
+from composer_replication.util.curves import Course
+
+MAX_TROUBLES = 100
+"""The most unusual syncs that are kept: the newest ones."""
+
+COSINES = 20
+"""Syncs over which the cosines of the outer loop are averaged."""
+
+SPEEDS = "_runtime", "_per_second"
+"""How the names of an evaluation's times end, which are no result. Trainers write them beside it.
+"""
+
+
+class Error(NamedTuple):
+    """An error with which a process of the group has ended.
+
+    Attributes:
+        time: When that was, in seconds since 1970.
+        kind: Its type's name.
+        text: What it says.
+    """
+
+    time: float
+    kind: str
+    text: str
+
+
+class Trouble(NamedTuple):
+    """What was unusual about a sync.
+
+    Attributes:
+        time: When it was over.
+        text: What has happened.
+        steps_lost: How many inner steps the group has thrown away.
+        why_lost: Why it has thrown them away; empty if it has not.
+    """
+
+    time: float
+    text: str
+    steps_lost: int
+    why_lost: str
+
+
+class History(Course):
+    """What has happened to a replica group, from its events.
+
+    Attributes:
+        starts: The events of its processes that have joined.
+        resumes: The events of its resumes from a checkpoint.
+        evaluations: Rows of ``time``, ``batch`` and the metrics in ``eval``.
+        errors: The errors with which it has ended, rejections of its settings among them.
+        warnings: Rows of a time and a warning about its settings or samples.
+        saved_at: The step whose state a loop of one's own has saved last; None before.
+        result: Its final result; empty if it has none.
+        num_syncs: Its committed syncs.
+        newest: The event of its newest sync; empty before the first.
+        synced_step: The outer step of that sync.
+        inner_steps: Its inner steps until then.
+        bytes_sent: What all its ranks have sent in syncs.
+        steps_lost: Those of its inner steps that were thrown away.
+        fruitless: The number of its last syncs to which no group has contributed.
+        contributed_at: When the newest sync to which it has contributed was over.
+        continued_at: When the run was last continued; 0 if it never was.
+        troubles: Syncs that were unusual.
+        cosines: Of the newest syncs, those of the mean with the momentum and between groups.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[dict[str, Any]] = []
+        self.resumes: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self.errors: list[Error] = []
+        self.warnings: list[tuple[float, str]] = []
+        self.saved_at: int | None = None
+        self.result: dict[str, Any] = {}
+        self.num_syncs = 0
+        self.newest: dict[str, Any] = {}
+        self.synced_step = 0
+        self.inner_steps = 0
+        self.bytes_sent = 0
+        self.steps_lost = 0
+        self.fruitless = 0
+        self.contributed_at = 0.0
+        self.continued_at = 0.0
+        self.troubles: deque[Trouble] = deque(maxlen=MAX_TROUBLES)
+        self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
+        self._fragment_bytes: dict[int, int] = {}
+        self._position = 0.0
+        self._inner_s = 0.0
+        self._all_s = 0.0
+
+    # ---- the events -------------------------------------------------------------------------
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Add the next event of ``events.jsonl``."""
+        at = event.get("time", 0.0)
+        match event.get("event"):
+            case run_folder.SYNC:
+                self._add_sync(event, at)
+            case run_folder.START:
+                self.result = {}
+                self.starts.append(event)
+                self._account(at, None)
+            case run_folder.CONTINUED:
+                self.result = {}
+                self.continued_at = at
+                self._position = 0.0  # the time in which the run was stopped does not count
+                self.forget_digests()
+            case run_folder.END:
+                self.result = {k: v for k, v in event.items() if k not in ("time", "event")}
+                self.result["eval"] = _measured(event.get("eval"))
+                self.add_digest(self.result["outer_steps"], self.result["global_digest"])
+            case run_folder.EVALUATION:
+                self.evaluations.append(event | {"eval": _measured(event["eval"])})
+            case run_folder.ERROR | run_folder.REJECTION:
+                self.errors.append(Error(at, event.get("type", ""), event["error"]))
+            case run_folder.WARNING:
+                self.warnings.append((at, event["warning"]))
+            case run_folder.RESUME:
+                self.resumes.append(event)
+            case run_folder.SAVED:
+                self.saved_at = event["batch"]
+
+    def _add_sync(self, event: dict[str, Any], at: float) -> None:
+        def metric(name: str, default: Any = 0) -> Any:
+            return event.get(f"diloco/{name}", default)
+
+        step = int(metric("outer_step"))
+        ranks = event.get("ranks", 1)  # each sends a share of equal size
+        self.newest = event
+        self.synced_step = step
+        self.num_syncs += 1
+        self.inner_steps = max(self.inner_steps, event.get("inner_steps", 0))
+        self.bytes_sent += ranks * metric("bytes_sent")
+        self._fragment_bytes[metric("fragment")] = ranks * metric("bytes_float32")
+        if "batch" in event and event.get("loss") is not None:  # a plain loop reports no loss
+            self.losses.add(event["batch"], event["loss"])
+        if digest := metric("global_digest"):
+            self.add_digest(step, digest)
+        cosines = metric("momentum_cosine", None), metric("group_cosine", None)
+        if None not in cosines:
+            self.cosines.append(cosines)
+        if metric("contribution", 1.0):
+            self.contributed_at = at
+        self.fruitless = 0 if metric("total_contribution", 1.0) else self.fruitless + 1
+        lost, retries = int(metric("steps_lost")), int(metric("retries"))
+        why = ""
+        if lost:
+            is_finite = math.isfinite(metric("pseudo_gradient_norm", 0.0))
+            why = f"pseudo-gradient {'left out' if is_finite else 'not finite'}"
+        if metric("healed"):
+            why = "loaded the state of the others"
+        texts = [
+            why,
+            f"{plural(retries, 'retry', 'retries')} of the sync" if retries else "",
+            f"{plural(lost, 'inner step')} thrown away" if lost else "",
+        ]
+        self.steps_lost += lost
+        if any(texts):
+            text = f"outer step {step}: {', '.join(filter(None, texts))}"
+            self.troubles.append(Trouble(at, text, lost, why))
+        self._account(at, metric("sync_seconds", 0.0))
+
+    def _account(self, at: float, blocked_s: float | None) -> None:
+        """Divide the time since the event before: until a sync the group has trained."""
+        since = max(0.0, at - self._position) if self._position else 0.0  # clocks are set back
+        self._position = at
+        self._all_s += since
+        if blocked_s is not None:
+            self._inner_s += max(0.0, since - blocked_s)
+
+    # ---- what they come to --------------------------------------------------------------------
+
+    @property
+    def outer_step(self) -> int:
+        """The newest outer step that the group has taken or taken over."""
+        return max(self.synced_step, self.result.get("outer_steps", 0))
+
+    @property
+    def participants(self) -> int | None:
+        """Groups in its newest sync; None before it."""
+        number = self.newest.get("diloco/num_participants")
+        return None if number is None else int(number)
+
+    @property
+    def evaluation(self) -> dict[str, float]:
+        """The metrics of its newest evaluation; empty before any."""
+        until_now = self.evaluations[-1]["eval"] if self.evaluations else {}
+        return self.result.get("eval") or until_now
+
+    @property
+    def failure(self) -> str:
+        """Why the run is no success, as this group has seen it; empty if it is one, or goes on."""
+        if not self.result and self.fruitless < FRUITLESS_SYNCS:
+            return ""
+        inner_steps = max(self.inner_steps, self.result.get("inner_steps", 0))
+        return why_nothing_was_learned(self.outer_step, inner_steps, self.fruitless)
+
+    @property
+    def open_errors(self) -> list[Error]:
+        """The errors since it has joined or synced last: after others it has trained on."""
+        synced_at = self.newest.get("time", 0.0)
+        since = max(self.continued_at, self.joined_at, synced_at)
+        return [error for error in self.errors if error.time >= since]
+
+    @property
+    def joined_at(self) -> float:
+        """When it joined last; 0 if it never has."""
+        return max((start["time"] for start in self.starts), default=0.0)
+
+    @property
+    def num_starts(self) -> int:
+        """Processes in which it has joined, since the run was begun or continued."""
+        starts = (start for start in self.starts if start["time"] >= self.continued_at)
+        return len({start.get("started") for start in starts})
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The event of its newest start; empty before any."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def inner_share(self) -> float | None:
+        """The share of time in inner steps, from the group's first start to its last sync.
+
+        The time in which the run was stopped is left out. None: the group has made no sync.
+        """
+        return self._inner_s / self._all_s if self._all_s else None
+
+    @property
+    def data_parallel_bytes(self) -> int:
+        """What data parallel would send in as many inner steps: every fragment once in each."""
+        return self.inner_steps * sum(self._fragment_bytes.values())
+
+    def told(self) -> Iterator[tuple[float, str]]:
+        """What has happened, for people: times, and texts to put behind the group's name."""
+        before: Mapping[str, Any] = {}
+        for start in self.starts:
+            if start["trained_at"] is not None and start["started"] != before.get("started"):
+                yield start["trained_at"], " was lost"
+            yield start["joined"], " joined"
+            before = start
+        for resume in self.resumes:
+            yield resume["time"], f" resumed at batch {resume['batch']}"
+        for error in self.errors:
+            yield error.time, f" ended with an error: {error.text}"
+        for trouble in self.troubles:
+            yield trouble.time, f", {trouble.text}"
+
+
+def _measured(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """The metrics of an evaluation, without how long it took."""
+    return {name: each for name, each in (metrics or {}).items() if not name.endswith(SPEEDS)}

@@ -1,0 +1,95 @@
+"""What is kept of a long run: losses as a curve of bounded size, and digests to compare."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+MAX_POINTS = 500
+"""Most points of a curve."""
+
+MAX_DIGESTS = 1000
+"""Digests of a group that are kept, for comparison with those of slower groups."""
+
+
+class Curve:
+    """Evenly spaced points of a curve and its newest one, without those that a resume repeated.
+
+    However long it gets, it holds at most ``MAX_POINTS``.
+    """
+
+    def __init__(self) -> None:
+        self._every = 1
+        self._held: list[tuple[int, Any]] = []
+        self._newest: list[tuple[int, Any]] = []
+
+    @property
+    def points(self) -> list[tuple[int, Any]]:
+        """The points in their order: rows of a place and a value."""
+        return self._held[: MAX_POINTS - 1] + self._newest
+
+    def add(self, at: int, value: Any) -> None:
+        """Add the value at a place. It replaces those of this place and of later ones."""
+        if self._newest and self._newest[0][0] < at:
+            self._hold(*self._newest[0])
+        while self._held and self._held[-1][0] >= at:
+            self._held.pop()
+        self._newest = [(at, value)]
+
+    def _hold(self, at: int, value: Any) -> None:
+        if self._held and at < self._held[-1][0] + self._every:
+            return
+        self._held.append((at, value))
+        if len(self._held) >= MAX_POINTS:
+            self._held = self._held[::2]
+            self._every = self._held[-1][0] - self._held[-2][0]
+
+
+class Course:
+    """The losses of a replica group, and the digests of its global parameters.
+
+    Attributes:
+        losses: By batch, since a group that was restarted counts inner steps from 0.
+        digests: By outer step, of the newest ``MAX_DIGESTS`` that it has reported.
+    """
+
+    def __init__(self) -> None:
+        self.losses = Curve()
+        self.digests: dict[int, str] = {}
+
+    def add_digest(self, outer_step: int, digest: str) -> None:
+        """Add the digest after an outer step. What it repeats after a resume is replaced."""
+        if self.digests.get(outer_step) == digest:
+            return
+        self.forget_digests(outer_step)
+        self.digests[outer_step] = digest
+        if len(self.digests) > MAX_DIGESTS:
+            del self.digests[min(self.digests)]
+
+    def forget_digests(self, first: int = 0) -> None:
+        """Forget those from an outer step on: the run has resumed from before it."""
+        self.digests = {step: each for step, each in self.digests.items() if step < first}
+
+
+def agreement_of(courses: Mapping[str, Course]) -> dict[str, Any] | None:
+    """Compare the digests of the groups' global parameters.
+
+    Args:
+        courses: The course of each group, by its id.
+
+    Returns:
+        ``outer_step`` and ``digests`` of the newest outer step of which several groups have
+        reported one, and ``differing``, the outer steps at which they were not equal. None: there
+        is no such step.
+    """
+    by_step: dict[int, dict[str, str]] = defaultdict(dict)
+    for replica_id, course in courses.items():
+        for step, digest in course.digests.items():
+            by_step[step][replica_id] = digest
+    several = sorted(step for step, digests in by_step.items() if len(digests) > 1)
+    if not several:
+        return None
+    newest = several[-1]
+    differing = [step for step in several if len(set(by_step[step].values())) > 1]
+    return {"outer_step": newest, "digests": by_step[newest], "differing": differing[-20:]}
