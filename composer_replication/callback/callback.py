@@ -43,35 +43,8 @@ class DiLoCoCallback(ShowsGroup, Callback):
                 fragment_sync_delay: 5
                 fragment_update_alpha: 0.5
 
-    Logs at every committed sync:
-
-    ===============================  ===================================================
-    Key                              Value
-    ===============================  ===================================================
-    ``diloco/outer_step``            outer steps committed so far
-    ``diloco/round``                 rounds so far
-    ``diloco/fragment``              number of the fragment that was synced, from 0
-    ``diloco/num_participants``      groups in the quorum
-    ``diloco/contribution``          this group's weight in the mean
-    ``diloco/total_contribution``    the sum of all weights
-    ``diloco/sync_seconds``          how long the sync blocked training
-    ``diloco/wait_seconds``          how long of that it waited for the quorum
-    ``diloco/compute_fraction``      share of time since the last sync spent training
-    ``diloco/bytes_sent``            size of this rank's messages in the wire format
-    ``diloco/bytes_float32``         size that they would have in float32
-    ``diloco/pseudo_gradient_norm``  L2 norm of this group's pseudo-gradient
-    ``diloco/outer_momentum_norm``   L2 norm of the fragment's outer momentum
-    ``diloco/momentum_cosine``       cosine of the mean pseudo-gradient and the momentum
-    ``diloco/group_cosine``          mean cosine of two groups' pseudo-gradients
-    ``diloco/mean_norm_ratio``       norm of the mean pseudo-gradient / mean of norms
-    ``diloco/sync_every``            inner steps of this group in a round
-    ``diloco/steps_lost``            inner steps dropped by a heal, or as not finite
-    ``diloco/retries``               attempts that did not commit
-    ``diloco/healed``                1 if the group took over the global state, else 0
-    ``diloco/outer_lr``              learning rate of the outer optimizer
-    ``diloco/outer_momentum``        momentum of the outer optimizer
-    ``diloco/global_digest``         SHA-256 of the global parameters (run folder only)
-    ===============================  ===================================================
+    Logs each number of a :class:`composer_replication.SyncReport` at every committed sync, as
+    ``diloco/`` and its name, and ``diloco/round``, the rounds so far.
     """
 
     @shows(GroupKeywords)

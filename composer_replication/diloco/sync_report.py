@@ -1,4 +1,4 @@
-"""What a committed sync did and cost, for logs and metrics."""
+"""What a committed sync did and cost: the one table of metrics."""
 
 from __future__ import annotations
 
@@ -9,43 +9,53 @@ from dataclasses import dataclass
 class SyncReport:
     """What one committed sync did, as seen by this group.
 
+    Trainers' loggers and ``events.jsonl`` get each number as ``diloco/`` and its name. In brackets
+    stand its unit, and where else one sees it: on the page, in the terminal's table, or in the
+    result at the end.
+
     Attributes:
-        outer_step: Outer steps committed so far, this one included.
-        fragment: The index of the fragment, from 0.
-        num_participants: Groups in the quorum.
-        contribution: This group's weight in the mean; 0 if it had not trained.
-        total_contribution: The sum of all weights; 0 means that nothing moved.
-        inner_steps: Inner steps of this group since the run began.
-        sync_seconds: How long the sync blocked training, in seconds.
-        wait_seconds: The part of ``sync_seconds`` spent waiting for the quorum.
-        compute_fraction: The fraction of the time since the previous sync spent training.
-        bytes_sent: Size of this rank's messages in the wire format, in bytes. Each of k groups
-            sends 2 (k - 1) / k times this size to the others: with two groups, this size once.
-        bytes_float32: The size that the messages would have in float32, in bytes.
-        pseudo_gradient_norm: L2 norm of this group's own pseudo-gradient.
-        outer_momentum_norm: L2 norm of the fragment's momentum after the outer step.
-        momentum_cosine: Cosine between the mean pseudo-gradient of all groups and the fragment's
-            momentum before the outer step, which is a decaying sum of the means of earlier syncs.
-            None before the second outer step, without momentum, and if the outer optimizer is not
-            SGD with momentum alone.
-        group_cosine: Mean cosine between the pseudo-gradients of two groups, each pair weighted by
-            the product of its contributions and norms. None: fewer than two groups contributed.
-        mean_norm_ratio: Norm of the mean pseudo-gradient, divided by the mean of the norms: also
-            the mean cosine between a group's pseudo-gradient and the mean. 1 if all are equal,
-            1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
-        sync_every: Inner steps of this group in a round, from now on: ``sync_every`` unless
-            ``round_seconds`` is set.
-        steps_lost: Inner steps that this group has thrown away since the previous sync, because it
-            took the global state from a peer or its pseudo-gradient was not finite. 0 for a joiner.
-        retries: Attempts that did not commit before this one did.
-        healed: Whether this group took the global state from a peer in this sync.
-        outer_lr: Learning rate of the outer optimizer in this sync.
-        outer_momentum: Its momentum in this sync; 0 if it has none of that name.
-        global_digest: SHA-256 of the global parameters after this sync, every ``digest_every``
-            outer steps; None in between.
-        equal_samples: Names of the groups, this one included, that have trained on the same
-            samples before this sync, which was their first one; empty if there are none. See
-            ``DiLoCo.note_batch``.
+        outer_step: (steps; page, terminal, result) Outer steps committed so far, this one included.
+        fragment: (index; result) The fragment that was synced, from 0.
+        num_participants: (groups; page, terminal) Groups in the quorum.
+        contribution: (weight; result) This group's weight in the mean; 0 if it had not trained.
+        total_contribution: (weight; result) The sum of all weights; 0 means that nothing moved.
+        inner_steps: (steps; page, result) Inner steps of this group since the run began. No metric
+            of the loggers, for which it is nearly always the batch.
+        sync_seconds: (s; page, result) How long the sync blocked training.
+        wait_seconds: (s) The part of ``sync_seconds`` spent waiting for the quorum.
+        compute_fraction: (0 to 1; page) The share of the time since the previous sync spent
+            training.
+        bytes_sent: (bytes; result) Size of this rank's messages in the wire format. Each of k
+            groups sends 2 (k - 1) / k times this size to the others: with two groups, this size
+            once.
+        bytes_float32: (bytes; result) The size that the messages would have in float32.
+        pseudo_gradient_norm: (L2 norm; result) Of this group's own pseudo-gradient.
+        outer_momentum_norm: (L2 norm) Of the fragment's momentum after the outer step.
+        momentum_cosine: (-1 to 1; result) Cosine between the mean pseudo-gradient of all groups and
+            the fragment's momentum before the outer step, which is a decaying sum of the means of
+            earlier syncs. None before the second outer step, without momentum, and if the outer
+            optimizer is not SGD with momentum alone.
+        group_cosine: (-1 to 1; result) Mean cosine between the pseudo-gradients of two groups, each
+            pair weighted by the product of its contributions and norms. None: fewer than two groups
+            contributed.
+        mean_norm_ratio: (0 to 1) Norm of the mean pseudo-gradient, divided by the mean of the
+            norms: also the mean cosine between a group's pseudo-gradient and the mean. 1 if all are
+            equal, 1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
+        sync_every: (steps) Inner steps of this group in a round, from now on: the setting
+            ``sync_every`` unless ``round_seconds`` is set.
+        steps_lost: (steps; page, result) Inner steps that this group has thrown away since the
+            previous sync, because it took the global state from a peer or its pseudo-gradient was
+            not finite. 0 for a joiner.
+        retries: (attempts; page) Attempts that did not commit before this one did.
+        healed: (0 or 1; page) Whether this group took the global state from a peer in this sync.
+        outer_lr: (rate) Learning rate of the outer optimizer in this sync.
+        outer_momentum: (0 to 1) Its momentum in this sync; 0 if it has none of that name.
+        global_digest: (SHA-256; page, terminal, result) Of the global parameters after this sync,
+            every ``digest_every`` outer steps; None in between. In ``events.jsonl`` alone, since
+            loggers take numbers.
+        equal_samples: (names) Groups, this one included, that have trained on the same samples
+            before this sync, which was their first one; empty if there are none. No metric: a
+            warning names them. See ``DiLoCo.note_batch``.
     """
 
     outer_step: int
