@@ -26,6 +26,7 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.connections import RateLimitedCount
 from composer_replication.util.json_files import finite
 
@@ -229,10 +230,20 @@ class RunData:
         }
 
     def shown(self) -> dict[str, Any]:
-        """The status with the settings as people write them, for the page and the saved one."""
+        """The status with the settings as people write them, for the page and the saved one.
+
+        ``settings`` are those that differ from the defaults, and ``defaults`` the others that have
+        a value.
+        """
         status = self.status()
-        settings = {name: in_yaml(each) for name, each in status["settings"].items()}
-        return status | {"settings": settings}
+        defaults = asdict(DiLoCoSettings())
+        own, others = {}, {}
+        for name, value in status["settings"].items():
+            if value != defaults[name]:
+                own[name] = in_yaml(value)
+            elif value is not None:
+                others[name] = in_yaml(value)
+        return status | {"settings": own, "defaults": others}
 
     def page(self) -> dict[str, Any]:
         """Everything that the page shows; ``docs/watching.md`` describes it."""
@@ -305,10 +316,12 @@ def _add_groups(v1: APIRouter, run: RunData) -> None:
         about = {"host": registration.host, "world_size": registration.world_size}
         versions = registration.model_dump(include=set(registry.versions))
         replica_id = registration.replica_id
-        what = f"registration of replica group {replica_id} on {registration.host}"
-        with run.events.action(what, address_of(request.scope)):
+        group = f"replica group {replica_id}"
+        source = f"from {registration.host} ({address_of(request.scope)})"
+        with run.events.refusals(f"{group}, {source},"):
             model = registration.model, registration.tensors
             registry.register(replica_id, registration.session, about, versions, *model)
+        run.events.try_to_add(f"{group} has connected {source}")
         return {"replica_id": replica_id}
 
     @v1.post("/replicas/{replica_id}/heartbeat")
@@ -388,8 +401,8 @@ def _add_samples(v1: APIRouter, run: RunData) -> None:
     @v1.post("/rewind")
     def rewind(request: Request, body: RewindRequest) -> dict[str, int]:
         """Continue the run from a checkpoint, and undo what came after it."""
-        what = f"rewind to outer step {body.outer_step}"
-        with run.events.action(what, address_of(request.scope)):
+        source = f"from {address_of(request.scope)},"
+        with run.events.refusals(f"a resume at outer step {body.outer_step}, {source}"):
             streams.rewind(body.outer_step, body.entries())
         return {"outer_step": body.outer_step}
 

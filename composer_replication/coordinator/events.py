@@ -49,19 +49,17 @@ class Events:
         return [{"time": at, "text": text} for at, text in reversed(rows)]
 
     @contextmanager
-    def action(self, what: str, source: str | None) -> Iterator[None]:
-        """A context that records whether its block was executed, or why it was refused.
+    def refusals(self, whom: str) -> Iterator[None]:
+        """A context that records why its block was refused.
 
         Args:
-            what: What the request asks for, and who asks. It must not contain secrets.
-            source: The address that it comes from.
+            whom: Who or what is refused. It must not contain secrets.
         """
         try:
             yield
         except RejectedError as error:
-            self.try_to_add(f"{what}, from {source}, is refused: {error}")
+            self.try_to_add(f"{whom} was refused: {error}")
             raise
-        self.try_to_add(f"{what}, from {source}")
 
     def try_to_add(self, text: str) -> None:
         """Add an event, if the disk allows it: the request goes on with a full disk."""

@@ -20,8 +20,9 @@ RESTARTING, LEFT_OUT, NOT_BACK = "restarting", "left out", "not back"
 """Phases of a group that has died: it will be started again; it failed too often, and the others go
 on; it died when no group was left to join."""
 
-FINISHED, FAILED = "finished", "failed"
-"""Phases of a group that has ended for good by itself, and of one with which the run ends."""
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+"""Phases of a group that has ended for good by itself, of one with which the run ends, and of one
+that would have been started again by then."""
 
 TRAINING = ("training", "warm-up")
 JOINED = (*TRAINING, "evaluating", FINISHED)

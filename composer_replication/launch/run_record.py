@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from textwrap import shorten
 from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA
@@ -18,6 +19,9 @@ from composer_replication.launch.group import Group
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.curves import agreement_of
 from composer_replication.util.json_files import finite, read_json, replace_json
+
+LONGEST_ERROR = 200
+"""Most characters of an error in the result. The group's log has the rest."""
 
 
 class Run:
@@ -222,7 +226,10 @@ def _describe_errors(run: Run) -> list[tuple[str, str]]:
     for id, group in run.groups.items():
         for error in group.open_errors:
             groups_of.setdefault(error.text, {})[id] = None
-    return [("error", f"{listed_groups([*ids])}: {text}") for text, ids in groups_of.items()]
+    return [
+        ("error", shorten(f"{listed_groups([*ids])}: {text}", LONGEST_ERROR, placeholder=" ..."))
+        for text, ids in groups_of.items()
+    ]
 
 
 def _describe_resume(resume: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from composer_replication.launch.group import (
     LEFT_OUT,
     NOT_BACK,
     RESTARTING,
+    STOPPED,
     TRAINING,
     Group,
 )
@@ -139,6 +140,9 @@ class Supervisor:
             failed = {id: record.status or 0 for id, record in records if record.end == FAILED}
             have_ended = all(record.end for record in self.records.values())
             if failed or have_ended or self.groups.interrupts.count:
+                for replica_id, record in self.records.items():
+                    if record.due is not None:
+                        self._enter(replica_id, STOPPED)
                 return failed
             self._say_who_is_late()
             if on_poll is not None:

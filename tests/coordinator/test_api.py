@@ -123,7 +123,15 @@ def test_the_page_has_the_settings_as_a_config_writes_them(client):
         "[{outer_step: 1, sync_every: 4, outer_lr: 1.0, outer_momentum: 0.0}, "
         "{outer_step: 41, outer_lr: 0.7, outer_momentum: 0.5}, {outer_step: 121, sync_every: 20}]"
     )
-    assert (shown["sync_every"], shown["wire_format"]) == ("20", "float32")
+    assert shown["sync_every"] == "20"
+
+
+def test_the_page_tells_settings_from_defaults_and_shows_none_that_is_not_set(client):
+    page = client.get("/v1/page").json()
+    assert page["defaults"]["wire_format"] == "float32" and "wire_format" not in page["settings"]
+    assert "round_seconds" not in page["settings"] | page["defaults"]
+    unset = [name for name, value in dataclasses.asdict(SETTINGS).items() if value is None]
+    assert {*page["settings"], *page["defaults"], *unset} == dataclasses.asdict(SETTINGS).keys()
 
 
 # ---- what lasts ------------------------------------------------------------------------------
@@ -245,8 +253,8 @@ def test_the_status_shows_where_each_group_stands(client, clock):
     assert client.get("/v1/info").json()["outer_step"] == 2
     assert status["outer_step"] == 2
     assert events_of(client) == [
-        "registration of replica group 0 on here, from testclient",
-        "registration of replica group 1 on here, from testclient",
+        "replica group 0 has connected from here (testclient)",
+        "replica group 1 has connected from here (testclient)",
     ]
 
 
@@ -432,13 +440,12 @@ def test_who_changes_a_run_or_tries_to_is_written_down(client, caplog):
     client.post("/v1/rewind", json={"outer_step": 0, "ledger": []})
     for _ in range(5):
         client.get("/v1/info", headers={"Authorization": "Bearer guessed"})
-    what = "registration of replica group 0 on here, from testclient"
     texts = events_of(client)
-    assert texts[0] == what and texts[1].startswith(f"{what}, is refused: a replica group '0' is")
-    assert texts[2:] == [
-        "rewind to outer step 0, from testclient",
-        "requests with a wrong token: 1, the last one from testclient",
-    ]
+    assert texts[0] == "replica group 0 has connected from here (testclient)"
+    refused = "replica group 0, from here (testclient), was refused: a replica group '0' is alive"
+    assert texts[1].startswith(refused)
+    # A fresh start is none.
+    assert texts[2:] == ["requests with a wrong token: 1, the last one from testclient"]
     logged = [each.message for each in caplog.records if each.name.endswith("events")]
     assert [text.lower() for text in logged] == [text.lower() for text in texts]
 

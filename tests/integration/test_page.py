@@ -95,9 +95,13 @@ def test_the_saved_page_shows_what_the_folder_has(open_page, report):
     events = page.locator("#events").inner_text()
     assert "replica group 1 was lost" in events and "2 retries of the sync" in events
     assert "outer_lr" in page.locator("#settings").inner_text()
+    assert not page.locator("#defaults").is_visible()
+    page.get_by_text("As by default").click()
+    page.set_viewport_size({"width": 900, "height": 900})  # it is drawn again
+    assert "wire_format" in page.locator("#defaults").inner_text()
     assert page.get_by_role("link", name="config.yaml").get_attribute("href") == "config.yaml"
     # What strangers send is text.
-    assert "registration of <img src=x onerror=alert(1)>" in events
+    assert "<img src=x onerror=alert(1)> has connected" in events
     assert "<b>here</b> 2 ranks" in page.locator("#groups").inner_text()
     assert page.locator("img, b").count() == 0
 
@@ -111,6 +115,22 @@ def written(folder, *, losses=(), fruitless=0):
     end = {"inner_steps": 10 * len(lines), "outer_steps": len(losses), "global_digest": "28" * 32}
     write_events(folder / "replica_0", "end", end)
     return write_page(open_run(folder)).as_uri()
+
+
+def test_at_400_pixels_numbers_are_whole_and_a_long_error_is_two_lines_until_it_is_opened(
+    open_page, axe, tmp_path
+):
+    folder = recorded_run.write_run(tmp_path / "run")
+    text = "NothingToContinueFromError: this run has taken 40 outer steps, and " + 300 * "so on "
+    error = {"time": recorded_run.sync_time(recorded_run.SYNCS + 1), "error": text}
+    write_events(folder / "replica_2", "error", error)
+    page = open_page(write_page(open_run(folder)).as_uri(), 400)
+    cell = page.locator("#groups td.error").nth(2)
+    assert cell.bounding_box()["height"] < 70 and violations(page, axe) == []
+    cell.locator("summary").click()
+    assert cell.inner_text().rstrip().endswith("so on")
+    heights = [cell.bounding_box()["height"] for cell in page.locator("#evaluations th").all()]
+    assert max(heights) < 40, "a heading is broken into several lines"
 
 
 def test_a_run_that_has_learned_nothing_is_red_and_says_why(open_page, axe, tmp_path):
@@ -175,7 +195,7 @@ def check_run(page):
     assert rows.count() == 2 and page.locator("#groups .bad").count() == 0
     shares = page.locator("#groups [data-label='Inner share']").all_inner_texts()
     assert all(0 < float(share.removesuffix(" %")) <= 100 for share in shares)
-    assert "registration of replica group 1" in page.locator("#events").inner_text()
+    assert "replica group 1 has connected" in page.locator("#events").inner_text()
     assert re.search(r"sync_every\s+20\b", page.locator("#settings").inner_text())
 
 

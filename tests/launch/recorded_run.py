@@ -66,6 +66,7 @@ def write_run(run_dir):
     page = {
         "version": "0.1.0",
         "settings": {"outer_lr": 0.35},
+        "defaults": {"wire_format": "float32"},
         "settings_source": "tiny.yaml",
         "replicas": [{"replica_id": "0", "host": "<b>here</b>", "world_size": 2}],
         "datasets": [
@@ -75,7 +76,7 @@ def write_run(run_dir):
                 "epochs": [{"epoch": 0, "length": 2000, "done": 500, "leased": 64}],
             }
         ],
-        "events": [{"time": BEGAN, "text": "registration of <img src=x onerror=alert(1)>"}],
+        "events": [{"time": BEGAN, "text": "<img src=x onerror=alert(1)> has connected"}],
     }
     (run_dir / "page.json").write_text(json.dumps(page))
     return run_dir

@@ -89,7 +89,7 @@ def test_the_report_is_the_page_with_its_data(run_dir):
     data = data_of(html)
     [text] = EMBEDDED.findall(html)
     assert html.replace(text, "") == page_html()
-    assert data["events"][0]["text"].startswith("registration of") and len(data["events"]) > 5
+    assert data["events"][0]["text"].startswith("<img src=x") and len(data["events"]) > 5
     assert data["report"]["files"] == ["config.yaml"]
     assert data["settings"] == {"outer_lr": 0.35} and data["outer_step"] == SYNCS
     assert [

@@ -281,3 +281,13 @@ def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):
     line = "group 1 was ended by SIGKILL, starts again in 0 s (restart 1 of 3)"
     again = "group 1 ended with exit status 1, starts again in 0 s (restart 2 of 3)"
     assert supervisor.said == [line, again] and len(line) < 80
+
+
+def test_a_group_that_waits_for_its_restart_is_stopped_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 60.0)
+    write(tmp_path, 0), write(tmp_path, 1)
+    failed, _, _ = supervise(tmp_path, {0: [-9], 1: [2]})
+    phases = [
+        json.loads((tmp_path / f"replica_{i}" / "status.json").read_text())["phase"] for i in (0, 1)
+    ]
+    assert failed == {1: 2} and phases == ["stopped", "failed"]
