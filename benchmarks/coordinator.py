@@ -1,6 +1,6 @@
 """What the coordinator's work units cost: leases a second, latency, and a large data set.
 
-    python benchmarks/coordinator.py [--quick] [--json OUT]
+    python benchmarks/coordinator.py [--quick] [--json OUT] [--seconds 15] [--leases 1e6]
 
 The real service, as a process of its own on a temporary folder, with one data set of 1,000,000
 units and 100 replica groups; the groups are connections of this process. Every answer is on the
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from results import command_line, write
+from results import command_line, count, write
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +37,8 @@ UNITS = 1_000_000
 UNIT_SIZE = 64
 RATE = 200
 """Requests a second, of all groups together."""
+
+QUICK = {"seconds": 3.0, "paced_s": 6.0, "leases": 100_000, "starts": 1}
 
 LIMIT_MS = 50.0
 CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
@@ -111,8 +113,7 @@ class Group:
     async def begin(self) -> None:
         """Register, and open a stream."""
         name = str(self.number)
-        model = [{"name": "weight", "shape": [1], "dtype": "torch.float32"}]
-        about = {"replica_id": name, "session": name, "host": "x", "world_size": 1, "model": model}
+        about = {"replica_id": name, "session": name, "host": "x", "world_size": 1, "model": "x"}
         versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
         await self.ask("POST", "replicas", about | versions)
         stream = {"name": name, "replica_id": name, "session": name, "dataset_id": "large"}
@@ -240,16 +241,22 @@ def large(root: Path, num_leases: int, starts: int) -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = command_line(__doc__, quick="under 50 s, with fewer leases").parse_args()
-    quick = arguments.quick
+    parser = command_line(__doc__, quick="under 50 s, with fewer leases")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of requests as fast as can be")
+    parser.add_argument("--paced-s", type=float, default=60.0, help="of those at a steady rate")
+    parser.add_argument("--leases", type=count, default=UNITS, help="in the large state folder")
+    parser.add_argument("--starts", type=int, default=3)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        vars(arguments).update(QUICK)
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         found = {"sync_ms": sync_ms(root)}
         with console.status("requests"), Service(root / "load") as service:
-            found |= asyncio.run(load(service.port, *((3.0, 6.0) if quick else (15.0, 60.0))))
+            found |= asyncio.run(load(service.port, arguments.seconds, arguments.paced_s))
         with console.status("a large state folder"):
-            found |= large(root, 100_000 if quick else UNITS, 1 if quick else 3)
+            found |= large(root, arguments.leases, arguments.starts)
     show(console, found)
     write(found, arguments)
 

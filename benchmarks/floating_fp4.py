@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.averaging.wire_formats import Fp4
+from composer_replication.diloco.averaging.wire_formats import SMALLEST, Fp4
 
 LEVELS = {
     "E3M0": [0.0, *(2.0**e for e in range(-6, 1))],  # Streaming DiLoCo's, arXiv 2501.18512
@@ -45,3 +45,15 @@ class FloatingFp4(Fp4):
             size = self._levels[(code & 7).int()]
             half.copy_(torch.where(code & 8 > 0, -size, size))
         into.view(-1, self._block).mul_(self._as_scale(scales, head))
+
+    def _write_scales(self, largest: Tensor, head: Tensor, scales: Tensor) -> Tensor:
+        """Write each block's scale, rounded up from its largest magnitude. Returns it decoded."""
+        bits = largest.clamp(min=SMALLEST).view(torch.int32)
+        rounded = (bits + 2**self._scale_shift - 1) >> self._scale_shift
+        head.copy_(rounded.max() - 255)
+        scales.copy_((rounded - head).clamp_(min=0))
+        return self._as_scale(scales, head)
+
+    def _as_scale(self, scales: Tensor, head: Tensor) -> Tensor:
+        bits = scales.int().add_(head).bitwise_left_shift_(self._scale_shift)
+        return bits.view(torch.float32).unsqueeze(1)

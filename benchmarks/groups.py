@@ -14,6 +14,9 @@ import torch
 
 from composer_replication.replica.lighthouse import start_lighthouse
 
+context = multiprocessing.get_context("forkserver")
+"""Fresh processes that share the imports of a benchmark, and nothing of what it has computed."""
+
 Times = dict[str, list[float]]
 """Seconds of each repetition, by what was measured."""
 
@@ -37,7 +40,6 @@ def run_groups(target: Group, arguments: argparse.Namespace, lighthouses: int) -
     """
     servers = [start_lighthouse(min_replicas=arguments.groups) for _ in range(lighthouses)]
     addresses = [server.address() for server in servers]
-    context = multiprocessing.get_context("spawn")
     barrier, out = context.Barrier(arguments.groups), context.Queue()
     processes = [
         context.Process(target=target, args=(arguments, rank, addresses, barrier, out), daemon=True)

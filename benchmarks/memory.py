@@ -12,12 +12,12 @@ under the same manager.
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from groups import context
 from results import command_line, count, write
 from rich.console import Console
 from rich.table import Table
@@ -90,7 +90,6 @@ def main() -> None:
     parser.add_argument("--backup-device")
     arguments = parser.parse_args()
     params = 20_000_000 if arguments.quick else arguments.params
-    context = multiprocessing.get_context("spawn")
     found = {"floor": FLOOR}
     for kind in ("ours", "torchft"):
         out = context.Queue()

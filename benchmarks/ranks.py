@@ -12,6 +12,7 @@ And bytes a parameter that a rank holds in global parameters and momentum.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import tempfile
 import time
@@ -27,11 +28,14 @@ from still import Still, build_model
 from torch import Tensor
 
 from composer_replication import DiLoCo
-from composer_replication.diloco import global_parameters
 from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.shared_buffer import SharedBuffer
 
 QUICK = {"params": 8_000_000, "repetitions": 3}
+
+
+class OnWholeTensors(torch.optim.SGD):
+    """The same outer step, of a class that may read whole tensors for all that DiLoCo knows."""
 
 
 def bytes_held(diloco: DiLoCo) -> int:
@@ -54,14 +58,18 @@ def measure(
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=arguments.groups)
     taken: dict[str, list[float]] = {}
     kinds: dict[str, tuple[DiLoCo, Still]] = {}
-    for kind in ("shared", "whole"):
-        if kind == "whole":  # the very same outer step, on all of them
-            global_parameters._is_elementwise = lambda *_: False
+    for kind, outer in (("shared", torch.optim.SGD), ("whole", OnWholeTensors)):
         model = build_model(arguments.params, arguments.tensors)
         inner = Still(model.parameters())
-
         manager = SimulatedManager(SharedBuffer(1, (), None), 0)
-        loop = DiLoCo(manager, model, inner, sync_every=1, schedule=[], ranks=dist.group.WORLD)
+        loop = DiLoCo(
+            manager,
+            model,
+            inner,
+            outer_optimizer=functools.partial(outer, lr=0.7, momentum=0.9, nesterov=True),
+            sync_every=1,
+            ranks=dist.group.WORLD,
+        )
         kinds[kind] = loop, inner
     with kinds["shared"][0], kinds["whole"][0]:
         for repetition in range(arguments.repetitions + 1):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import multiprocessing
 import os
 import statistics
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from composer.utils import reproducibility
 from floating_fp4 import FloatingFp4
+from groups import context
 from omegaconf import DictConfig
 from results import SPREAD, Spread, command_line, spread, write
 from rich.console import Console
@@ -158,7 +158,6 @@ def measure_trainings(
     losses: dict[str, list[float]] = {name: [] for name in names}
     runs = [(config, name, config["seed"] + i, batches) for i in range(seeds) for name in names]
     # Two threads of a small model hold each other up: more trainings at a time than cores.
-    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(3 * (os.cpu_count() or 1) // 2, context) as pool:
         for run, loss in zip(
             track(runs, "trainings"), pool.map(train, *zip(*runs, strict=True)), strict=True
