@@ -45,7 +45,7 @@ def test_all_candidates_have_the_rounds_that_ship_and_the_chosen_one_all_that_sh
 
 
 def test_fine_tuning_starts_from_the_weights_that_another_training_ended_with(load):
-    warm, cells, train = load("warm"), load("cells"), load("train")
+    warm, train = load("warm"), load("train")
     fresh = replace(warm.ROWS[0].base, steps=2)
     tuned = replace(fresh, after=2, data="another manual")
     assert '"after": 2' in tuned.key and "after" not in fresh.key  # as in older results
