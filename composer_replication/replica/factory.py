@@ -276,7 +276,7 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
 
     torchft always binds it to ``[::]`` (``manager.py``, ``bind``), where anybody who reaches it can
     vote, or end this process. It also always makes a new uuid for the lighthouse (``new_uuid``).
-    Remove this when torchft's ``Manager`` takes both as arguments.
+    Remove this when torchft's ``Manager`` takes both as arguments (deploy/upstream/0001).
 
     Args:
         address: The address. None: every interface.
