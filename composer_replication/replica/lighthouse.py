@@ -148,13 +148,12 @@ class LighthouseStatus:
     Attributes:
         members: The members of the last quorum.
         situation: What the next quorum waits for.
-        heard_of: The lighthouse's names of all members that have ever sent it a heartbeat.
-        alive: Those of them that have sent one within the heartbeat timeout.
+        alive: The lighthouse's names of all members that have sent it a heartbeat within the
+            heartbeat timeout.
     """
 
     members: tuple[Member, ...] = ()
     situation: str = "no reason given"
-    heard_of: frozenset[str] = frozenset()
     alive: frozenset[str] = frozenset()
 
 
@@ -191,10 +190,8 @@ def read_status(lighthouse_addr: str, timeout_s: float = CONNECT_TIMEOUT_S) -> L
     )
     found = _SITUATION.search(page)
     situation = LighthouseStatus.situation if found is None else found[1].strip()
-    heartbeats = _HEARTBEAT.findall(page)
-    heard_of = frozenset(name for _, name in heartbeats)
-    alive = frozenset(name for age, name in heartbeats if "old" not in age)
-    return LighthouseStatus(members, situation, heard_of, alive)
+    alive = frozenset(name for age, name in _HEARTBEAT.findall(page) if "old" not in age)
+    return LighthouseStatus(members, situation, alive)
 
 
 def start_lighthouse(

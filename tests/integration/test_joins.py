@@ -76,7 +76,7 @@ def train_while_a_joiner_downloads(group: Group) -> Any:
             if group.replica_id == 0:  # the donor: it trains on while it copies
                 assert is_copying.wait(WAIT_S)
         if is_copying.is_set() and not may_copy.is_set():
-            assert not has_joined(read_status(group.lighthouse_addr).heard_of)
+            assert not has_joined(read_status(group.lighthouse_addr).alive)
             rounds.append(round_number)
             if len(rounds) == 4:
                 may_copy.set()
