@@ -136,30 +136,37 @@ def make_manager(
     check_names(named, ManagerKeywords, "make_manager")
     # A loop of one's own asks no coordinator, whatever the environment names.
     options = replace(ReplicaOptions(**named).with_environment(), coordinator_addr=None)
-    return connect(options, rank, world_size, store_addr, store_port, token)
-
-
-def connect(
-    options: ReplicaOptions,
-    rank: int | None = None,
-    world_size: int | None = None,
-    store_addr: str | None = None,
-    store_port: int | None = None,
-    token: str | None = None,
-) -> ReplicaManager | SingleGroupManager:
-    """Make the manager of a group whose options are complete. All else: ``make_manager``."""
     if (store_addr is None) != (store_port is None):
         raise ValueError(f"store_addr={store_addr!r} and store_port={store_port!r}: give both")
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank={rank} and world_size={world_size}: give both")
+    ranks = None if rank is None or world_size is None else (rank, world_size)
+    store = None if store_addr is None or store_port is None else (store_addr, store_port)
+    return connect(options, ranks, store, token)
+
+
+def connect(
+    options: ReplicaOptions,
+    ranks: tuple[int, int] | None = None,
+    store_address: tuple[str, int] | None = None,
+    token: str | None = None,
+) -> ReplicaManager | SingleGroupManager:
+    """Make the manager of a group whose options are complete. All else: ``make_manager``.
+
+    Args:
+        options: Of the group.
+        ranks: This process's rank in the group, and the number of them. None: torch.distributed's.
+        store_address: Host and port of the group's store. None: rank 0 hosts one.
+        token: The run's secret.
+    """
     is_set_up = dist.is_initialized()
-    if rank is None or world_size is None:
-        rank = dist.get_rank() if is_set_up else 0
-        world_size = dist.get_world_size() if is_set_up else 1
+    if ranks is None:
+        ranks = (dist.get_rank(), dist.get_world_size()) if is_set_up else (0, 1)
+    rank, world_size = ranks
     tame_torchft_logs()
     if options.is_alone:
         return _train_alone(options, world_size, token)
-    if world_size > 1 and store_addr is None and not is_set_up:
+    if world_size > 1 and store_address is None and not is_set_up:
         raise ValueError(
             f"world_size={world_size} without store_addr and store_port: call "
             "torch.distributed.init_process_group before make_manager, or let rank 0 call "
@@ -177,18 +184,16 @@ def connect(
     tokens = _tokens(token, lighthouse_addr)
     store = None
 
-    def begin() -> tuple[str, int] | None:
+    def begin() -> tuple[str, int]:
         check_ranks(read_status(lighthouse_addr), replica_id, world_size)
-        if store_addr is not None:
-            return None
+        if store_address is not None:
+            return store_address
         nonlocal store
         store = host_store(hostname)
         return store.host, store.port
 
     # The lighthouse's answer may change at any moment, so one rank asks for all.
-    hosted = ask_on_rank_0(begin) if world_size > 1 else begin()
-    if hosted is not None:
-        store_addr, store_port = hosted
+    store_address = ask_on_rank_0(begin) if world_size > 1 else begin()
     server = PeerServer(hostname, tokens)
     transport = HealTransport(server, options.timeout, replica_id)
     try:
@@ -214,8 +219,8 @@ def connect(
             connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
             rank=rank,
             world_size=world_size,
-            store_addr=store_addr,
-            store_port=store_port,
+            store_addr=store_address[0],
+            store_port=store_address[1],
             lighthouse_addr=lighthouse_addr,
             replica_id=replica_id,
             hostname=hostname,
