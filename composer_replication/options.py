@@ -1,5 +1,7 @@
 """A replica group's own options, and the environment that fills them. Imports no torch."""
 
+import functools
+import logging
 import math
 import os
 import re
@@ -13,6 +15,7 @@ from composer_replication.arguments import (
     check_names,
     check_seconds,
     check_types,
+    closest,
     defaults_of,
     shows,
 )
@@ -20,10 +23,17 @@ from composer_replication.arguments import (
 if TYPE_CHECKING:
     import torch
 
-TOKEN = "COMPOSER_REPLICATION_TOKEN"
-NO_TOKEN = "COMPOSER_REPLICATION_NO_TOKEN"
-HOSTNAME = "COMPOSER_REPLICATION_HOSTNAME"
-BACKEND = "COMPOSER_REPLICATION_BACKEND"
+log = logging.getLogger(__name__)
+
+PREFIX = "COMPOSER_REPLICATION_"
+COORDINATOR = f"{PREFIX}COORDINATOR"
+HOSTNAME = f"{PREFIX}HOSTNAME"
+BACKEND = f"{PREFIX}BACKEND"
+RUN_DIR = f"{PREFIX}RUN_DIR"
+HANG_TIMEOUT = f"{PREFIX}HANG_TIMEOUT_S"
+TOKEN = f"{PREFIX}TOKEN"
+NO_TOKEN = f"{PREFIX}NO_TOKEN"
+_VARIABLES = (COORDINATOR, HOSTNAME, BACKEND, RUN_DIR, HANG_TIMEOUT, TOKEN, NO_TOKEN)
 
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
 """The fix if a job of several groups was started as a plain program."""
@@ -219,6 +229,9 @@ class ReplicaOptions:
 class ReplicaEnv:
     """The environment variables of this process. No other class reads them.
 
+    Of another variable whose name begins with ``COMPOSER_REPLICATION_`` a warning says that nothing
+    reads it. It is no error: Kubernetes sets such ones where a Service has that name.
+
     | variable | meaning |
     |---|---|
     | ``REPLICA_GROUP_ID`` | which replica group this is, from 0 (torchft's name) |
@@ -263,6 +276,9 @@ class ReplicaEnv:
                 the time until a hang is not a number.
         """
         environ = os.environ if environ is None else environ
+        for name in environ:
+            if name.startswith(PREFIX) and name not in _VARIABLES:
+                _warn_of(name)
         count = environ.get("NUM_REPLICA_GROUPS")
         if count is not None and (not count.isdecimal() or int(count) < 1):
             raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
@@ -270,14 +286,23 @@ class ReplicaEnv:
             replica_id=environ.get("REPLICA_GROUP_ID"),
             num_replicas=None if count is None else int(count),
             lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
-            run_dir=environ.get("COMPOSER_REPLICATION_RUN_DIR"),
+            run_dir=environ.get(RUN_DIR),
             tokens=read_tokens(environ.get(TOKEN, "")),
-            coordinator_addr=environ.get("COMPOSER_REPLICATION_COORDINATOR") or None,
-            hang_timeout_s=_seconds(environ, "COMPOSER_REPLICATION_HANG_TIMEOUT_S"),
+            coordinator_addr=environ.get(COORDINATOR) or None,
+            hang_timeout_s=_seconds(environ, HANG_TIMEOUT),
             hostname=environ.get(HOSTNAME) or None,
             backend=environ.get(BACKEND) or None,
             no_token=environ.get(NO_TOKEN) == "1",
         )
+
+
+@functools.cache
+def _warn_of(name: str) -> None:  # the environment is read several times
+    # They are compared without the prefix, since with it all are similar.
+    known = (each.removeprefix(PREFIX) for each in _VARIABLES)
+    close = closest(name.removeprefix(PREFIX), known)
+    hint = f"did you mean {PREFIX}{close}?" if close else f"use one of {', '.join(_VARIABLES)}"
+    log.warning("Nothing reads the variable %s: %s", name, hint)
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> float | None:

@@ -24,7 +24,7 @@ from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.simulation.simulation import Fault, SimulatedReplica
 from examples.quickstart.muon import orthogonalize
 
-DEVICE = os.environ.get("COMPOSER_REPLICATION_TEST_DEVICE", "cuda")
+DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 device_module = torch.get_device_module(DEVICE)
 
 pytestmark = [

@@ -63,7 +63,7 @@ def test_what_holds_on_a_gpu_holds_on_it(environ):
     answer = subprocess.run(
         [*command, "-p", "no:cacheprovider", "tests/test_gpu.py"],
         cwd=TESTS.parent,
-        env=environ | {"COMPOSER_REPLICATION_TEST_DEVICE": stand_in_device.NAME},
+        env=environ | {"TEST_DEVICE": stand_in_device.NAME},
         capture_output=True,
         text=True,
     )

@@ -20,14 +20,11 @@ from composer_replication.config_file import (
 )
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
-from composer_replication.options import HOSTNAME
+from composer_replication.options import COORDINATOR, HANG_TIMEOUT, HOSTNAME, RUN_DIR
 from composer_replication.training import load_config
 
 TRAIN = [sys.executable, "-m", "composer_replication", "train", f"{{run_dir}}/{CONFIG}"]
 """The command that trains a group from the config in the run's folder."""
-
-HANG_TIMEOUT = "COMPOSER_REPLICATION_HANG_TIMEOUT_S"
-"""The environment variable that holds a group's ``hang_timeout_s``."""
 
 # Set by torchrun or Composer's launcher.
 _RANK_VARIABLES = (
@@ -253,7 +250,7 @@ def group_environment(
     """
     return {
         "REPLICA_GROUP_ID": str(replica_id),
-        "COMPOSER_REPLICATION_RUN_DIR": str(run_dir),
+        RUN_DIR: str(run_dir),
         HANG_TIMEOUT: f"{hang_timeout_s:g}",
         "PYTHONUNBUFFERED": "1",
     }
@@ -273,7 +270,7 @@ def environment(
     environ = without_ranks(os.environ) | {
         "NUM_REPLICA_GROUPS": str(replicas),
         "TORCHFT_LIGHTHOUSE": coordinator.lighthouse_addr,
-        "COMPOSER_REPLICATION_COORDINATOR": coordinator.address,
+        COORDINATOR: coordinator.address,
     }
     environ.setdefault(HOSTNAME, "127.0.0.1")  # all groups are here: no other machine may connect
     processes = replicas * (nproc or 1)

@@ -11,6 +11,7 @@ import pytest
 from composer_replication.options import (
     ReplicaEnv,
     ReplicaOptions,
+    _warn_of,
     check_replica_id,
     read_tokens,
 )
@@ -22,6 +23,9 @@ from composer_replication.options import (
 def test_a_number_of_groups_that_is_none_is_refused_with_the_variable(count):
     with pytest.raises(ValueError, match=re.escape(f"NUM_REPLICA_GROUPS={count!r}: use the ")):
         ReplicaEnv.from_env({"NUM_REPLICA_GROUPS": count})
+
+
+DOCUMENTED = set(re.findall(r"\| ``(\w+)`` \|", str(ReplicaEnv.__doc__)))
 
 
 class ReadLog(dict):
@@ -38,8 +42,7 @@ class ReadLog(dict):
 def test_the_docstring_s_table_lists_what_is_read():
     environ = ReadLog()
     ReplicaEnv.from_env(environ)
-    documented = set(re.findall(r"\| ``(\w+)`` \|", ReplicaEnv.__doc__))
-    assert environ.asked == documented
+    assert environ.asked == DOCUMENTED
 
 
 # ---- the run's secret -----------------------------------------------------------------------
@@ -109,6 +112,28 @@ def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is
     assert (options.is_alone, options.replica_id) == (is_alone, "0" if is_alone else None)
     named = ReplicaOptions(replica_id="berlin").with_environment(environ)
     assert (named.is_alone, named.replica_id) == (is_alone, "berlin")
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("COMPOSER_REPLICATION_TLS_DIR", "use one of COMPOSER_REPLICATION_COORDINATOR, "),
+        ("COMPOSER_REPLICATION_RUNDIR", "did you mean COMPOSER_REPLICATION_RUN_DIR?"),
+        ("COMPOSER_REPLICATION_HANG_TIMEOUT", "did you mean COMPOSER_REPLICATION_HANG_TIMEOUT_S?"),
+    ],
+)
+def test_a_variable_of_ours_that_nothing_reads_is_named_once(name, fix, caplog):
+    _warn_of.cache_clear()
+    for _ in range(2):
+        ReplicaEnv.from_env({name: "value", "COMPOSERS": "1"})
+    [message] = caplog.messages
+    assert message.startswith(f"Nothing reads the variable {name}: {fix}")
+    assert "value" not in message
+
+
+def test_no_variable_that_is_read_is_warned_of(caplog):
+    ReplicaEnv.from_env(dict.fromkeys(DOCUMENTED, "7"))
+    assert caplog.messages == []
 
 
 def test_the_environment_is_checked_like_an_argument():
