@@ -90,7 +90,8 @@ class Supervisor:
     A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
     exit status says bad input, or its callback does and the group has never joined the others; it
     had an error of its own before it ever joined (an import, a setting) more than
-    ``start_retries`` times, or every group had one, so that it is in the program; or it died after
+    ``start_retries`` times, or once if it had trained to the end before, or every group had one, so
+    that it is in the program; or it died after
     ``max_restarts`` restarts in a row without a sync to which it contributed. If it was never
     restarted, that ends the run. Otherwise the group is left out, as long as others train. When all
     others have finished there is nothing to join, and the group is given up. A group that leaves
@@ -225,7 +226,8 @@ class Supervisor:
             others_train = record.restarts > 0 and any(map(self.is_training, self.records))
             self._end(replica_id, status, LEFT_OUT if others_train else FAILED)
             then = "; the others go on without it" if others_train else ", and is not started again"
-            self.say(end + then)
+            trained = ": it had trained to the end before" if group.result else ""
+            self.say(end + then + trained)
             return
         pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
@@ -248,7 +250,8 @@ class Supervisor:
         if is_signal or has_died or self._group(replica_id).phase in JOINED:
             return False
         own.failed_starts += 1
-        return own.failed_starts > self.start_retries or self._none_can_start
+        has_finished = bool(self._group(replica_id).result)  # before this process: nothing is left
+        return has_finished or own.failed_starts > self.start_retries or self._none_can_start
 
     @property
     def _none_can_start(self) -> bool:

@@ -210,6 +210,17 @@ def test_a_group_that_has_ended_and_says_itself_that_it_learned_nothing_has_fini
     assert {record.end for record in supervisor.records.values()} == {supervision.FINISHED}
 
 
+def test_a_group_that_had_trained_to_the_end_before_is_not_started_again_and_again(tmp_path):
+    # Such as a Composer job that is run once more: its fit has nothing left to train.
+    write(tmp_path, 0, "starting", syncs=1)
+    end = {"outer_steps": 1, "inner_steps": 8, "global_digest": "ab" * 32}
+    write_events(tmp_path / "replica_0", "end", end)
+    failed, supervisor, groups = supervise(tmp_path, {0: [1]}, start_retries=99)
+    assert failed == {0: 1} and groups.started == []
+    (said,) = supervisor.said
+    assert said.endswith("is not started again: it had trained to the end before")
+
+
 def test_a_script_that_loads_no_checkpoint_is_not_started_again(tmp_path):
     error = {"type": "NothingToContinueFromError", "error": "none may begin the run"}
     for replica_id in (0, 1):
