@@ -164,7 +164,9 @@ def read_options(path: Path, names: Iterable[str]) -> dict[str, Any]:
 # ---- the settings of a run in any job's file ---------------------------------------------------
 
 
-def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[str, Any], str]:
+def load_settings(
+    path: Path | None, given: Sequence[str] = ()
+) -> tuple[dict[str, Any], str, list[str]]:
     """Read what a coordinator needs of a job's file, and no more.
 
     The file may be a config of ours, an llm-foundry YAML, or one with settings alone. The rest of
@@ -176,9 +178,9 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
         given: Settings in place of the file's, such as ``sync_every=50``.
 
     Returns:
-        A config with ``callbacks.diloco``, with ``model`` if the file has one that can be resolved,
-        and with ``left_out``, the keys of ``callbacks.diloco`` that are each group's own; and where
-        the settings come from, for people.
+        A config with ``callbacks.diloco``, and with ``model`` if the file has one that can be
+        resolved; where the settings come from, for people; and the keys of ``callbacks.diloco``
+        that are left out, since they are each group's own.
 
     Raises:
         ConfigError: The file is missing or has no settings, or one is unknown or impossible.
@@ -200,8 +202,8 @@ def load_settings(path: Path | None, given: Sequence[str] = ()) -> tuple[dict[st
     section.merge_with(replaced)  # before it is resolved: --set may replace what only the job can
     values = {name: _setting(section, name, where) for name in OF_THE_RUN if name in section}
     read_diloco(values)
-    config |= {"callbacks": {"diloco": values}, "left_out": left_out}
-    return config, " ".join(sources) or "the defaults"
+    config["callbacks"] = {"diloco": values}
+    return config, " ".join(sources) or "the defaults", left_out
 
 
 def _settings_section(file: DictConfig, path: Path) -> tuple[DictConfig, str]:

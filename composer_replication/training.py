@@ -221,7 +221,11 @@ def _instantiate(config: Any, **how: Any) -> Any:
 
 @contextmanager
 def _building(what: str) -> Iterator[None]:
-    """Raise an error of the config, Python's or hydra's, as a ``ConfigError`` of one line."""
+    """Raise an error of the config, Python's or hydra's, as a ``ConfigError`` of one line.
+
+    Another error of what hydra builds is a ``RuntimeError`` that names the section, and an
+    ``OSError`` stays what it is.
+    """
     try:
         yield
     except DuplicateIdError:
@@ -230,9 +234,11 @@ def _building(what: str) -> Iterator[None]:
         cause: BaseException = error
         while isinstance(cause, InstantiationException) and cause.__cause__ is not None:
             cause = cause.__cause__
-        if not isinstance(cause, (*OF_THE_CONFIG, InstantiationException)):
-            raise cause from None
+        if isinstance(cause, OSError):
+            raise cause from None  # of a network or a disk: it may pass
         said = f"{what}: {error}" if str(cause) in str(error) else f"{what}: {error}: {cause}"
+        if not isinstance(cause, (*OF_THE_CONFIG, InstantiationException)):
+            raise RuntimeError(" ".join(said.split())) from cause
         if isinstance(cause, AttributeError | LookupError):  # rather of the code than of a value
             at = traceback.extract_tb(cause.__traceback__)[-1]
             said += f" ({Path(at.filename).name}:{at.lineno})"

@@ -74,7 +74,7 @@ class CoordinatorCommand:
 
     def run(self) -> None:
         """Serve until the process is asked to end."""
-        config, source = load_settings(self.file, self.set or [])
+        config, source, left_out = load_settings(self.file, self.set or [])
         tokens = choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir)
         settings, group = read_diloco(diloco_section(config))
         count = self.replicas or group.num_replicas or 1
@@ -109,8 +109,9 @@ class CoordinatorCommand:
                 f"lighthouse: {coordinator.lighthouse_addr}    state: {self.state_dir.absolute()}",
                 f"settings: {settings}  (from {source})",
             ]
-            if left_out := ", ".join(config["left_out"]):
-                lines.append(f"left to the groups: {left_out}  (callbacks.diloco of {self.file})")
+            if left_out:
+                names = ", ".join(left_out)
+                lines.append(f"left to the groups: {names}  (callbacks.diloco of {self.file})")
             if not tokens:
                 who = "everybody who reaches this address"
                 lines.append(f"No token: {who} can change the run. Set {TOKEN}.")

@@ -107,14 +107,14 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
         ConfigError: There is no such command, the file cannot be used, or a setting is unknown or
             impossible.
     """
-    config, source = load_settings(options.settings, options.set or ())
+    config, source, left_out = load_settings(options.settings, options.set or ())
     followed = ("run_dir", "start_timeout_s")
     of_file = {} if options.settings is None else read_options(options.settings, followed)
     diloco = diloco_section(config)
     if (limit := of_file.get("start_timeout_s")) is not None:
         diloco["start_timeout_s"] = limit
-    if left_out := ", ".join(name for name in config["left_out"] if name not in followed):
-        source += f" (without {left_out}: name such options in the command)"
+    if without := ", ".join(name for name in left_out if name not in followed):
+        source += f" (without {without}: name such options in the command)"
     check_command(command)
     run_dir = options.run_dir or of_file.get("run_dir")
     return Job(

@@ -164,6 +164,16 @@ def test_a_fault_that_may_pass_is_none_of_the_config(loaded, tmp_path, monkeypat
         built(loaded("model.mlp._target_=remote.mlp"))
 
 
+def test_an_error_of_the_program_names_the_section_and_keeps_its_traceback(
+    loaded, tmp_path, monkeypatch
+):
+    (tmp_path / "paid.py").write_text("def mlp(width): raise RuntimeError('no license')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match="no license.* full_key: model.mlp") as caught:
+        built(loaded("model.mlp._target_=paid.mlp"))
+    assert str(caught.value.__cause__) == "no license"
+
+
 @pytest.mark.slow
 def test_the_command_says_in_one_line_what_cannot_be_built(tmp_path):
     """In the folder that it is started in, whose modules it finds."""

@@ -3,6 +3,8 @@
 Run: pytest tests/training/test_saving.py. Real: Composer's Trainer, training alone on the CPU.
 """
 
+import shutil
+
 import pytest
 from text_config import DILOCO, text_job, write_config
 
@@ -51,6 +53,19 @@ def test_an_interval_alone_saves_below_the_run_folder(config, tmp_path):
     assert {path.name for path in folder.iterdir()} >= {"ep0-ba2-rank0.pt", "latest-rank0.pt"}
     again = ["save_interval=2ba", f"run_dir={run_dir}", "autoresume=true", "max_duration=6ba"]
     assert train(load_config(config, again))["inner_steps"] == 6
+
+
+def test_the_run_folder_of_the_environment_goes_before_those_of_the_config(
+    config, tmp_path, monkeypatch
+):
+    given = [f"run_dir={tmp_path / 'top'}", f"callbacks.diloco.run_dir={tmp_path / 'section'}"]
+    for expected in ("section", "top", "environment"):  # each goes before those to its left
+        if expected == "environment":
+            monkeypatch.setenv("COMPOSER_REPLICATION_RUN_DIR", str(tmp_path / expected))
+        train(load_config(config, given[1:] if expected == "section" else given))
+        used = [path.parent for path in tmp_path.glob("*/replica_0")]
+        assert used == [tmp_path / expected]
+        shutil.rmtree(tmp_path / expected)
 
 
 def test_an_interval_without_any_folder_is_an_error(config):
