@@ -425,7 +425,7 @@ def _check_scheduled(values: Mapping[str, Any], where: str = "") -> None:
     if "sync_every" in values:
         check_integer(f"{where}sync_every", values["sync_every"], at_least=1)
     if "outer_lr" in values:
-        check_number(f"{where}outer_lr", values["outer_lr"], 0.0, math.inf)
+        check_number(f"{where}outer_lr", values["outer_lr"], 0.0, 1000.0)
     if "outer_momentum" in values:
         check_number(f"{where}outer_momentum", values["outer_momentum"], 0.0, 1.0, below=True)
 

@@ -77,7 +77,7 @@ def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
     status = finish(run_dir, ended[FINISHED], seconds, supervisor.restarts)
     for id in ended[LEFT_OUT]:
         deaths = supervisor.records[id].deaths
-        explain_failure(run_dir, id, deaths[-1], "the others went on without it")
+        explain_failure(run_dir, id, deaths[-1], "so the others went on without it")
     return FAILED if ended[LEFT_OUT] else status
 
 
@@ -103,8 +103,8 @@ def finish(
         if not run.groups[str(missing[0])].has_joined:
             print_error(f"Error: {name} has ended without a result. {MISSING_CALLBACK}")
             return BAD_INPUT
-        print_error(f"{log_path(run_dir, missing[0]).parent}/{EVENTS} has no end with a result")
-        explain_failure(run_dir, missing[0], 0)
+        events = f"{log_path(run_dir, missing[0]).parent}/{EVENTS}"
+        explain_failure(run_dir, missing[0], 0, f"and {events} has no end with a result")
         return FAILED
     with fence("the summary of the run"):
         write_summary(run, restarts)
@@ -204,13 +204,11 @@ def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Super
 
 @fence("why a group has failed")
 def explain_failure(
-    run_dir: Path, replica_id: int, status: int, consequence: str = "the run is stopped"
+    run_dir: Path, replica_id: int, status: int, then: str = "so the run is stopped"
 ) -> None:
     """Print how a group ended, what follows from it, and the last lines of its log."""
     path = log_path(run_dir, replica_id)
-    print_error(
-        f"Replica group {replica_id} {describe_end(status)}, so {consequence}. {path} ends with:"
-    )
+    print_error(f"Replica group {replica_id} {describe_end(status)}, {then}. {path} ends with:")
     print_error("\n".join(f"  {line}" for line in last_lines(path)) or "  (nothing)")
 
 

@@ -108,7 +108,8 @@ class Rendezvous:
             if now > began + self._limit_s:
                 raise ConnectionError(
                     f"replica group {group_name(missing[0])} has not said within "
-                    f"{self._limit_s:g} s that it can connect"
+                    f"{self._limit_s:g} s that it can connect: it hangs, or its log says why it "
+                    "has left this group out"
                 )
             if now > looked + self.LOOK_EVERY_S:
                 looked = now
