@@ -33,7 +33,7 @@ RUN_DIR = f"{PREFIX}RUN_DIR"
 HANG_TIMEOUT = f"{PREFIX}HANG_TIMEOUT_S"
 TOKEN = f"{PREFIX}TOKEN"
 NO_TOKEN = f"{PREFIX}NO_TOKEN"
-_VARIABLES = (COORDINATOR, HOSTNAME, BACKEND, RUN_DIR, HANG_TIMEOUT, TOKEN, NO_TOKEN)
+OWN_VARIABLES = (COORDINATOR, HOSTNAME, BACKEND, RUN_DIR, HANG_TIMEOUT, TOKEN, NO_TOKEN)
 
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
 """The fix if a job of several groups was started as a plain program."""
@@ -277,7 +277,7 @@ class ReplicaEnv:
         """
         environ = os.environ if environ is None else environ
         for name in environ:
-            if name.startswith(PREFIX) and name not in _VARIABLES:
+            if name.startswith(PREFIX) and name not in OWN_VARIABLES:
                 _warn_of(name)
         count = environ.get("NUM_REPLICA_GROUPS")
         if count is not None and (not count.isdecimal() or int(count) < 1):
@@ -299,9 +299,9 @@ class ReplicaEnv:
 @functools.cache
 def _warn_of(name: str) -> None:  # the environment is read several times
     # They are compared without the prefix, since with it all are similar.
-    known = (each.removeprefix(PREFIX) for each in _VARIABLES)
+    known = (each.removeprefix(PREFIX) for each in OWN_VARIABLES)
     close = closest(name.removeprefix(PREFIX), known)
-    hint = f"did you mean {PREFIX}{close}?" if close else f"use one of {', '.join(_VARIABLES)}"
+    hint = f"did you mean {PREFIX}{close}?" if close else f"use one of {', '.join(OWN_VARIABLES)}"
     log.warning("Nothing reads the variable %s: %s", name, hint)
 
 

@@ -36,7 +36,14 @@ from composer_replication.config_file import (
 )
 from composer_replication.launch.commands import OptionalConfig, Overrides
 from composer_replication.launch.output import FAILED
-from composer_replication.options import NO_TOKEN, TOKEN, ReplicaEnv, ReplicaOptions
+from composer_replication.options import (
+    NO_TOKEN,
+    OWN_VARIABLES,
+    PREFIX,
+    TOKEN,
+    ReplicaEnv,
+    ReplicaOptions,
+)
 from composer_replication.replica import addresses, lighthouse
 from composer_replication.training import load_config, save_folder_of
 
@@ -158,8 +165,11 @@ def check_settings(job: Job) -> Iterator[Row]:
 def check_variables(job: Job) -> Iterator[Row]:
     """Show the variables except the token; the command line's options have precedence."""
     named = sorted(filter(VARIABLES.match, os.environ))
-    shown = (f"{name}={'(set)' if name == TOKEN else os.environ[name]}" for name in named)
-    yield OK, "variables", ", ".join(shown) or "none of those that are read here is set"
+    unread = [name for name in named if name.startswith(PREFIX) and name not in OWN_VARIABLES]
+    hidden = {TOKEN: "(set)"} | dict.fromkeys(unread, "(nothing reads it)")  # it may be a token too
+    shown = ", ".join(f"{name}={hidden.get(name, os.environ[name])}" for name in named)
+    state = WARNING if unread else OK
+    yield state, "variables", shown or "none of those that are read here is set"
     job.options = replace(job.options, **{key: given for key, given in job.given.items() if given})
     job.options = job.options.with_environment()
 
