@@ -91,11 +91,11 @@ class Supervisor:
     exit status says bad input, or its callback does and the group has never joined the others; it
     had an error of its own before it ever joined (an import, a setting) more than
     ``start_retries`` times, or once if it had trained to the end before, or every group had one, so
-    that it is in the program; or it died after
-    ``max_restarts`` restarts in a row without a sync to which it contributed. If it was never
-    restarted, that ends the run. Otherwise the group is left out, as long as others train. When all
-    others have finished there is nothing to join, and the group is given up. A group that leaves
-    since its pseudo-gradients are not sound, in a run in which nobody's are, ends the run.
+    that it is in the program; or it died after ``max_restarts`` restarts in a row without a sync to
+    which it contributed. If it was never restarted, that ends the run. Otherwise the group is left
+    out, as long as others train. When all others have finished there is nothing to join, and the
+    group is given up. A group that leaves since its pseudo-gradients are not sound, in a run in
+    which nobody's are, ends the run.
 
     Args:
         groups: The processes.

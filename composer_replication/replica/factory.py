@@ -184,16 +184,18 @@ def connect(
     tokens = _tokens(token, lighthouse_addr)
     store = None
 
-    def begin() -> tuple[str, int]:
+    def begin() -> tuple[str, int] | None:
         check_ranks(read_status(lighthouse_addr), replica_id, world_size)
         if store_address is not None:
-            return store_address
+            return None
         nonlocal store
         store = host_store(hostname)
         return store.host, store.port
 
     # The lighthouse's answer may change at any moment, so one rank asks for all.
-    store_address = ask_on_rank_0(begin) if world_size > 1 else begin()
+    hosted = ask_on_rank_0(begin) if world_size > 1 else begin()
+    store_address = store_address or hosted
+    assert store_address is not None, "without one, rank 0 hosts it"
     server = PeerServer(hostname, tokens)
     transport = HealTransport(server, options.timeout, replica_id)
     try:
