@@ -148,11 +148,13 @@ def test_the_gain_is_that_worked_out_by_hand(load):
 def test_a_rule_that_tells_is_right_in_jobs_that_it_was_not_chosen_in(load):
     verdict = load("verdict")
     numbers, are_better = [0.1, 0.5, None, 0.9, 0.2], [False, True, True, True, False]
-    rule = verdict.best_rule(numbers, are_better)
-    assert rule == (0.5, True) and verdict.right(rule, numbers, are_better) == 1.0
+    sides = verdict.sides(numbers, are_better)
+    rule = verdict.best_rule(sides)
+    assert rule == (0.5, True) and verdict.right(rule, sides) == 1.0
+    some = verdict.sides(numbers[:3], [False, True, True])
     # Of those that are better a half, of the others all.
-    assert verdict.right(verdict.Rule(0.6, True), numbers[:3], [False, True, True]) == 0.75
-    assert verdict.right(verdict.Rule(0.0, True), numbers, are_better) == 0.5  # always "better"
+    assert verdict.right(verdict.Rule(0.6, True), some) == 0.75
+    assert verdict.right(verdict.Rule(0.0, True), sides) == 0.5  # always "better"
     trainings = [
         verdict.Training(f"job {job}", (), is_better)
         for job in range(6)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -42,10 +43,6 @@ class Rule(NamedTuple):
 
     bound: float
     is_above: bool
-
-    def says(self, number: float | None) -> bool:
-        """Whether the training ends better."""
-        return number is None or (number >= self.bound) == self.is_above
 
 
 def all_trainings(known: Known) -> list[Training]:
@@ -89,20 +86,49 @@ def _mean(values: Sequence[float | None], over: float | None = 1.0) -> float | N
     return statistics.fmean(known) / over if known and over else None
 
 
-def best_rule(numbers: Sequence[float | None], are_better: Sequence[bool]) -> Rule:
+class Side(NamedTuple):
+    """The numbers of the trainings that ended better, or of the others.
+
+    Attributes:
+        is_better: Which.
+        known: Their numbers, sorted.
+        unknown: How many have none.
+    """
+
+    is_better: bool
+    known: Sequence[float]
+    unknown: int
+
+    def share_right(self, rule: Rule) -> float:
+        """The share of these trainings of which a rule is right."""
+        count = len(self.known) + self.unknown
+        below = bisect_left(self.known, rule.bound)
+        on_side = len(self.known) - below if rule.is_above else below
+        says_better = self.unknown + on_side
+        return (says_better if self.is_better else count - says_better) / count
+
+
+def sides(numbers: Sequence[float | None], are_better: Sequence[bool]) -> list[Side]:
+    """The trainings by how they ended."""
+    found = []
+    for is_better in set(are_better):
+        own = [n for n, ended in zip(numbers, are_better, strict=True) if ended == is_better]
+        known = sorted(number for number in own if number is not None)
+        found.append(Side(is_better, known, len(own) - len(known)))
+    return found
+
+
+def best_rule(trained: Sequence[Side]) -> Rule:
     """The bound that is right most often, see the module."""
-    known = sorted({number for number in numbers if number is not None})
+    known = sorted({number for side in trained for number in side.known})
     rules = [Rule(bound, above) for bound in known for above in (True, False)]
     never = Rule(float("-inf"), is_above=True)
-    return max([never, *rules], key=lambda rule: right(rule, numbers, are_better))
+    return max([never, *rules], key=lambda rule: right(rule, trained))
 
 
-def right(rule: Rule, numbers: Sequence[float | None], are_better: Sequence[bool]) -> float:
+def right(rule: Rule, trained: Sequence[Side]) -> float:
     """The mean of the two shares in which a rule is right."""
-    hits: dict[bool, list[bool]] = {True: [], False: []}
-    for number, is_better in zip(numbers, are_better, strict=True):
-        hits[is_better].append(rule.says(number) == is_better)
-    return statistics.fmean(statistics.fmean(own) for own in hits.values() if own)
+    return statistics.fmean(side.share_right(rule) for side in trained)
 
 
 def tried(trainings: Sequence[Training], numbers: Sequence[float | None]) -> Iterator[float]:
@@ -117,7 +143,7 @@ def tried(trainings: Sequence[Training], numbers: Sequence[float | None]) -> Ite
             part[0].append(number)
             part[1].append(training.is_better)
         if all(len(set(are_better)) == 2 for _, are_better in parts.values()):
-            yield right(best_rule(*parts[True]), *parts[False])
+            yield right(best_rule(sides(*parts[True])), sides(*parts[False]))
 
 
 def shares(trainings: Sequence[Training]) -> dict[str, list[float]]:
@@ -143,7 +169,7 @@ def report(known: Known) -> str:
         rows.append(f"| {name} | " + " | ".join(f"{share:.0%}" for share in own) + " |")
     steady = Rule(0.1, is_above=True)
     last = [_mean([row[0] for row in each.syncs[-20:]]) for each in every]
-    share = right(steady, last, [each.is_better for each in every])
+    share = right(steady, sides(last, [each.is_better for each in every]))
     rows += ["", f"`steady`, by its last 20 syncs: {share:.0%}"]
     return "\n".join(rows)
 
