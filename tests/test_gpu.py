@@ -14,7 +14,7 @@ import pytest
 import stand_in_device  # noqa: F401 - in a process of its own, where it stands in
 import torch
 from common import Constant, TinyMLP, batch, mse, muon_by_shape, plain_sgd
-from promises.groups import STREAMING, Group, adamw, run, sgd, traces
+from harness.groups import STREAMING, Group, adamw, run, sgd, traces
 
 from composer_replication import simulate
 from composer_replication.diloco import flat_chunks

@@ -8,7 +8,7 @@ import threading
 
 import psutil
 import pytest
-from composer_jobs import Each, data, train, trainer_of
+from harness.trainers import Each, data, train, trainer_of
 from text_config import DILOCO, text_job, write_config
 from torch import is_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path

@@ -17,7 +17,7 @@ import torch
 from composer import Callback, Event
 from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
-from composer_jobs import Each, callback_of, data, fit_alone, fit_groups, trainer_of
+from harness.trainers import Each, callback_of, data, fit_alone, fit_groups, trainer_of
 from run_events import result_of, syncs_of
 
 from composer_replication.arguments import defaults_of

@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from composer_jobs import Each, fit_alone, train_and_save, trainer_of
+from harness.trainers import Each, fit_alone, train_and_save, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.group.checkpoint import checksums

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from composer.callbacks import CheckpointSaver
-from composer_jobs import callback_of, fit_alone, saving, train, trainer_of
+from harness.trainers import callback_of, fit_alone, saving, train, trainer_of
 from run_events import events_of
 
 from composer_replication.callback.checkpoint_savers import folders_of, pattern_of

@@ -18,7 +18,7 @@ import threading
 
 import pytest
 from common import batch
-from composer_jobs import fit_groups
+from harness.trainers import fit_groups
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader

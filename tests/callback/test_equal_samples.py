@@ -8,7 +8,7 @@ import logging
 
 import torch
 from common import batch
-from composer_jobs import TinyModel, fit_groups
+from harness.trainers import TinyModel, fit_groups
 from run_events import events_of
 from torch.utils.data import DataLoader
 

@@ -15,8 +15,8 @@ import sys
 import pytest
 import tqdm.auto
 from composer.loggers import InMemoryLogger, LoggerDestination
-from composer_jobs import fit_alone, fit_groups, saving
 from failing_disk import no_file_above
+from harness.trainers import fit_alone, fit_groups, saving
 from run_events import result_of
 
 from composer_replication.simulation.simulation import SimulationError

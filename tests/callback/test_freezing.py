@@ -7,7 +7,7 @@ What Composer alone accepts, DiLoCoCallback accepts: and what is frozen does not
 import pytest
 import torch
 from composer.algorithms import LayerFreezing
-from composer_jobs import Each, fit_groups, trainer_of
+from harness.trainers import Each, fit_groups, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
 

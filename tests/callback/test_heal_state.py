@@ -12,7 +12,7 @@ import torch
 from composer import Callback, State
 from composer.devices import DeviceCPU
 from composer.optim import CosineAnnealingWithWarmupScheduler
-from composer_jobs import TinyModel, callback_of, trainer_of
+from harness.trainers import TinyModel, callback_of, trainer_of
 from torch.optim.lr_scheduler import (
     LambdaLR,
     MultiStepLR,

@@ -13,7 +13,7 @@ from common import TinyMLP
 from composer import Callback, Evaluator
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
-from composer_jobs import (
+from harness.trainers import (
     STREAMING,
     BufferedModel,
     Evaluated,

@@ -19,7 +19,7 @@ HEAD = """
 import datetime, os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from composer import Callback
-from composer_jobs import Each, trainer_of
+from harness.trainers import Each, trainer_of
 from composer_replication import DiLoCoCallback
 from composer_replication.callback import trainer_watch as stopping
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -40,10 +40,11 @@ class Ends(Callback):
     def close(self, state, logger):
         stopping.end_if_stuck_in_close(sys.exc_info()[1])
 
-import composer.utils, composer_jobs
-samples = composer_jobs.data().dataset
+import composer.utils
+from harness import trainers
+samples = trainers.data().dataset
 sampler = composer.utils.dist.get_sampler
-composer_jobs.data = lambda _: torch.utils.data.DataLoader(samples, 8, sampler=sampler(samples))
+trainers.data = lambda _: torch.utils.data.DataLoader(samples, 8, sampler=sampler(samples))
 
 def part(state):
     if dist.get_rank() == 0:

@@ -6,12 +6,12 @@ simulation's.
 
 import logging
 
-import composer_jobs
 import pytest
 import torch
 from composer import Callback, Trainer
 from composer.algorithms import EMA
-from composer_jobs import Evaluated, data, read_checkpoint, saving, trainer_of
+from harness import trainers
+from harness.trainers import Evaluated, data, read_checkpoint, saving, trainer_of
 
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.group import replica_group
@@ -21,7 +21,7 @@ from composer_replication.simulation.simulation import Fault
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
-STREAMING = composer_jobs.STREAMING | {"sync_every": 4, "fragment_sync_delay": 1}
+STREAMING = trainers.STREAMING | {"sync_every": 4, "fragment_sync_delay": 1}
 
 
 def copies(named):
@@ -59,7 +59,7 @@ def fit_groups(num_replicas, algorithm, *others, batches=4, folder=None, interva
         batches: In an epoch.
         folder: For the checkpoints.
         interval: Between two of them.
-        **more: As of ``composer_jobs.fit_groups``.
+        **more: As of ``trainers.fit_groups``.
     """
 
     def own(group):
@@ -68,7 +68,7 @@ def fit_groups(num_replicas, algorithm, *others, batches=4, folder=None, interva
 
     job = {"model": Evaluated, "max_duration": "12ba"} | more
     job["diloco"] = {"sync_every": 3} | more.get("diloco", {})
-    return composer_jobs.fit_groups(num_replicas, Record, *others, own=own, **job)
+    return trainers.fit_groups(num_replicas, Record, *others, own=own, **job)
 
 
 def record_of(fit):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from composer import Callback
 from composer.algorithms import SAM
-from composer_jobs import fit_groups
+from harness.trainers import fit_groups
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,9 +7,9 @@ import torch
 from composer import callbacks as composer_callbacks
 from composer.loggers import LoggerDestination
 from composer.optim import DecoupledAdamW, LinearScheduler
-from composer_jobs import Exporting, read_checkpoint
 from composer_parts.fits import NOT_TESTED, WITH_NOTE, Part
 from composer_parts.models import SIZE, image_data, prompting_text, steady, text_data, unmeasured
+from harness.trainers import Exporting, read_checkpoint
 
 
 def callback(name, *args, trainer=None, **part):

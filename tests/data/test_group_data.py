@@ -5,7 +5,7 @@ Run: pytest tests/data/test_group_data.py. Simulated network; with a coordinator
 
 import pytest
 import torch
-from composer_jobs import Each, TinyModel, callback_of, saving, trainer_of
+from harness.trainers import Each, TinyModel, callback_of, saving, trainer_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader, simulate

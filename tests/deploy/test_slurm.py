@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from debian import MissingProgram
-from integration.groups import free_port
+from harness.commands import free_port
 from pace import paced
 from run_events import result_of, syncs_of
 from slurm_cluster import NODES, SlurmCluster, fetch_slurm

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from common import plain_sgd
 from golden.runs import rows
-from promises.groups import run
+from harness.groups import run
 
 from composer_replication import DiLoCo, DiLoCoCallback, options, settings
 from composer_replication.arguments import defaults_of, descriptions_of, shows

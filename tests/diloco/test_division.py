@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import mean_of, written
-from integration.replicas import run_groups
+from harness.processes import run_groups
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from common import Constant
-from promises.groups import run
+from harness.groups import run
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication import ReplicaDataLoader

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, plain_sgd
-from promises.groups import STREAMING, run
+from harness.groups import STREAMING, run
 
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 

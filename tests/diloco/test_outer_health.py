@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant
-from promises.groups import run
+from harness.groups import run
 
 from composer_replication.group.reports import numbers_of
 

@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from common import plain_sgd
-from promises.groups import STREAMING, Group, run
+from harness.groups import STREAMING, Group, run
 from torch import nn
 
 from composer_replication import simulate

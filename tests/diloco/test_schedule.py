@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 from common import Constant, TinyMLP
 from golden.runs import rows
-from promises.groups import adamw, learn, run
+from harness.groups import adamw, learn, run
 
 from composer_replication.simulation.simulation import Fault
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import Buffered, TinyMLP
-from integration.replicas import run_groups
-from promises.groups import STREAMING, Group, run
+from harness.groups import STREAMING, Group, run
+from harness.processes import run_groups
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from golden.runs import SAMPLES, STEPS, Scripted, scripted_step, seeds_of
-from integration.replicas import Group, run_groups
+from golden.runs import STEPS, Scripted, end, seeds_of, train
+from harness.processes import Process, run_groups
 
 RANKS = 2
 OUTER = {"outer_lr": 0.7, "outer_momentum": 0.9, "sync_buffers": "none"}
@@ -20,29 +20,23 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def train_group(group: Group, name: str) -> tuple[str, int]:
+def train_group(process: Process, name: str) -> tuple[str, int] | bytes:
     """One group of one rank."""
-    model = Scripted()
-    with group.training(model, 6, outer=None, **OUTER, **SETTINGS[name]) as run:
-        for step in range(STEPS):
-            run.diloco.count_samples(SAMPLES[group.replica_id])
-            scripted_step(model, run.inner, group.replica_id, step)
-        run.diloco.final_sync()
-        return run.diloco.global_digest(), run.diloco.outer_step
+    with process.training(Scripted(), 6, outer=None, **OUTER, **SETTINGS[name]) as group:
+        return train(group)
 
 
-def train_rank(process: Group, folder: str) -> tuple[str, int]:
+def train_rank(process: Process, folder: str) -> tuple[str, int]:
     """One of two ranks of a group under DDP; each has gradients of its own."""
-    group, model = process.of_rank(folder, RANKS), Scripted()
+    of_rank, model = process.of_rank(folder, RANKS), Scripted()
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     settings = {"ranks": dist.group.WORLD, **OUTER}
-    with group.training(model, 6, outer=None, **settings) as run:
+    with of_rank.training(model, 6, outer=None, **settings) as group:
         for step in range(STEPS):
-            run.inner.zero_grad()
+            group.inner.zero_grad()
             wrapped(seeds_of(model, process.replica_id, step)).backward()
-            run.inner.step()
-        run.diloco.final_sync()
-        return run.diloco.global_digest(), run.diloco.outer_step
+            group.inner.step()
+        return end(group)
 
 
 def _two_groups(name: str) -> tuple[str, int]:

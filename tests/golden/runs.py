@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from promises.groups import Group, run
+from harness.groups import Group, run
 from torch import Tensor, nn
 
 from composer_replication.simulation.simulation import Fault
@@ -100,6 +100,11 @@ def train(
         scripted_step(group.model, group.inner, group.id, step)
     if steps[-1] < STEPS - 1:
         return group.save()
+    return end(group)
+
+
+def end(group: Group) -> tuple[str, int]:
+    """Make the final sync: the digest and the number of outer steps."""
     group.end()
     return group.diloco.global_digest(), group.diloco.outer_step
 

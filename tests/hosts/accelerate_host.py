@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from common import mse
-from integration.replicas import Group
+from harness.processes import Process
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +20,7 @@ def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
     return as_processes(train_group, job, num_replicas)
 
 
-def train_group(process: Group, job: Job) -> Outcome | None:
+def train_group(process: Process, job: Job) -> Outcome | None:
     group = group_of(process, job)
     if job.is_late and group.replica_id == 1:
         group.signal.wait()

@@ -10,7 +10,8 @@ import torch
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
-from composer_jobs import Evaluated, building
+from harness.logged import logged
+from harness.trainers import Evaluated, building
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +23,6 @@ from hosts.host import (
     Outcome,
     held_out,
     train_groups,
-    warnings_of_package,
     weights_of,
 )
 
@@ -94,7 +94,7 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
             auto_log_hparams=False,
             **more,
         )
-    with warnings_of_package() as said, contextlib.closing(trainer):
+    with logged() as said, contextlib.closing(trainer):
         for fit in range(job.fits):
             trainer.fit(duration=f"{job.steps}ba" if fit else None)
         weights = weights_of(net)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from integration.replicas import Group
+from harness.logged import logged
+from harness.processes import Process
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +23,6 @@ from hosts.host import (
     as_processes,
     group_of,
     held_out,
-    warnings_of_package,
     weights_of,
 )
 
@@ -38,7 +38,7 @@ class _Steps(TrainerCallback):
     In step 6 a group dies, or lets a late one in.
     """
 
-    def __init__(self, job: Job, group: Group, net: nn.Module) -> None:
+    def __init__(self, job: Job, group: Process, net: nn.Module) -> None:
         self.job, self.group, self.net = job, group, net
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
@@ -56,7 +56,7 @@ def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
     return as_processes(train_group, job, num_replicas)
 
 
-def train_group(process: Group, job: Job) -> Outcome | None:
+def train_group(process: Process, job: Job) -> Outcome | None:
     group = group_of(process, job)
     if job.is_late and group.replica_id == 1:
         group.signal.wait()
@@ -96,7 +96,7 @@ def train_group(process: Group, job: Job) -> Outcome | None:
         callbacks=[callback, _Steps(job, group, net)],
     )
     resumed = job.resumes_at and str(folder / f"checkpoint-{job.resumes_at}")
-    with warnings_of_package() as said:
+    with logged() as said:
         try:
             for _ in range(job.fits):
                 trainer.train(resume_from_checkpoint=resumed)

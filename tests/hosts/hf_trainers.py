@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common import TinyMLP
-from integration.replicas import Group
+from harness.processes import Process
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -76,7 +76,7 @@ def alone(
 
 @contextmanager
 def in_group(
-    group: Group,
+    group: Process,
     folder: Path,
     *callbacks: TrainerCallback,
     num_replicas: int | None = None,

@@ -7,18 +7,16 @@ the model in the checkpoint of a step.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from common import TinyMLP, batch
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -174,12 +172,11 @@ def train_groups(
 
 
 def _train_rank(
-    process: Group, job: Job, train: Callable[[Job, SimulatedReplica], Outcome]
+    process: Process, job: Job, train: Callable[[Job, SimulatedReplica], Outcome]
 ) -> Outcome:
     group = group_of(process, job)
     with group.manager() as manager:
-        sim: Any = SimulatedReplica(group.replica_id, group.num_replicas, manager)
-        return train(job, sim)
+        return train(job, group.member(manager))
 
 
 def as_processes(
@@ -190,7 +187,7 @@ def as_processes(
     return run_groups(train_rank, num_replicas * job.ranks, job=job, killed=killed, **more)
 
 
-def group_of(process: Group, job: Job) -> Group:
+def group_of(process: Process, job: Job) -> Process:
     """The group of a process, which is one rank of it."""
     if job.ranks == 1:
         return process
@@ -201,23 +198,6 @@ def group_of(process: Group, job: Job) -> Group:
     rank = process.replica_id % job.ranks
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.ranks)}
     return group
-
-
-@contextmanager
-def warnings_of_package() -> Iterator[list[str]]:
-    """Collect what the package warns of in its log."""
-    said: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    log, handler = logging.getLogger("composer_replication"), Collect(logging.WARNING)
-    log.addHandler(handler)
-    try:
-        yield said
-    finally:
-        log.removeHandler(handler)
 
 
 def held_out() -> tuple[Tensor, Tensor]:

@@ -8,13 +8,14 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
+from harness.logged import logged
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 
 from composer_replication.lightning import DiLoCoLightningCallback
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import Job, Outcome, held_out, train_groups, warnings_of_package, weights_of
+from hosts.host import Job, Outcome, held_out, train_groups, weights_of
 
 
 class Batches:
@@ -143,7 +144,7 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     loader = Batches(batches[rank :: job.ranks])
     resumed = job.resumes_at and str(job.own_folder(sim.replica_id) / f"step={job.resumes_at}.ckpt")
     module = Module(net, job.optimizer(net))
-    with warnings_of_package() as said:
+    with logged() as said:
         for fit in range(job.fits):
             trainer.fit_loop.epoch_loop.max_steps = job.steps * (fit + 1)
             trainer.fit(module, loader, Batches([held_out()]), ckpt_path=resumed)

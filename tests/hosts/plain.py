@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import mse
-from promises.groups import Group
+from harness.groups import Group
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 

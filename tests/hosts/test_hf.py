@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 
 from hosts.host import Job, group_of, held_out, weights_of
 
@@ -38,7 +38,7 @@ class Worse(TrainerCallback):
         metrics["eval_loss"] = float(self.num)
 
 
-def end_early(group: Group, folder: Path, strategy: str, only_model: bool) -> dict[str, Any]:
+def end_early(group: Process, folder: Path, strategy: str, only_model: bool) -> dict[str, Any]:
     settings = {
         "num_train_epochs": 9,
         "max_steps": -1,
@@ -78,7 +78,7 @@ def test_an_early_stop_ends_on_the_best_model_and_all_groups_agree_on_it(
             torch.testing.assert_close(other, tensor, rtol=0, atol=0)
 
 
-def save_in_ranks(process: Group, folder: Path) -> list[Any]:
+def save_in_ranks(process: Process, folder: Path) -> list[Any]:
     group = group_of(process, Job(ranks=2, folder=folder))
     saves = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     saves |= {"load_best_model_at_end": True, "ddp_backend": "gloo"}
@@ -96,7 +96,7 @@ def test_ranks_of_a_group_evaluate_save_and_resume_together(tmp_path):
     assert all(other == [whole, resumed] for other in others)
 
 
-def evaluate_two(group: Group, folder: Path) -> list[dict[str, float]]:
+def evaluate_two(group: Process, folder: Path) -> list[dict[str, float]]:
     rows = rows_of([held_out()])
     evaluates = {"eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
     datasets = {"eval_dataset": {"a": rows, "b": rows}}
@@ -116,7 +116,7 @@ def test_each_of_several_datasets_is_evaluated_with_the_global_weights(tmp_path)
     assert losses(first)[0::2] == losses(first)[1::2]
 
 
-def train_twice(group: Group, folder: Path) -> str:
+def train_twice(group: Process, folder: Path) -> str:
     with in_group(group, folder) as trainer:
         trainer.train()
         digest = trainer.callback.result["global_digest"]
@@ -144,7 +144,7 @@ class At(TrainerCallback):
             self.act()
 
 
-def join_late(group: Group, folder: Path, **args: Any) -> dict[str, Any]:
+def join_late(group: Process, folder: Path, **args: Any) -> dict[str, Any]:
     def let_in() -> None:
         group.signal.set()
         group.wait_until_somebody_asks()
@@ -188,7 +188,7 @@ def test_a_joiner_continues_at_the_others_step_and_learning_rate(schedule, tmp_p
 # ---- Ctrl-C and SIGTERM ---------------------------------------------------------------------
 
 
-def interrupt(group: Group, folder: Path) -> dict[str, Any]:
+def interrupt(group: Process, folder: Path) -> dict[str, Any]:
     """Group 1 waits for group 0 in the sync of step 8, for ever, when Ctrl-C comes."""
     # A shell's background commands, and what they start, ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -222,7 +222,7 @@ class Terminates(TrainerCallback):
                 time.sleep(0.01)
 
 
-def terminate(process: Group, folder: Path, event: str, ranks: int) -> str:
+def terminate(process: Process, folder: Path, event: str, ranks: int) -> str:
     group = group_of(process, Job(ranks=ranks, folder=folder))
     at, digests = Terminates(event), []
     own = {"max_steps": 12, "ddp_backend": "gloo" if ranks > 1 else None}

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from integration.replicas import Group, kept_messages, run_groups
+from harness.logged import kept_messages
+from harness.processes import Process, run_groups
 from torch import Tensor, nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -143,7 +144,7 @@ def test_a_resumed_training_has_the_loss_too(tmp_path):
     assert whole.result["global_digest"] == resumed.result["global_digest"]
 
 
-def train(group: Group, folder: Path, same: bool) -> tuple[str, list[float], list[str]]:
+def train(group: Process, folder: Path, same: bool) -> tuple[str, list[float], list[str]]:
     logged = kept_messages()
     with group.manager() as manager:
         diloco = DiLoCoTrainerCallback(

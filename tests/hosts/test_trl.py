@@ -20,7 +20,8 @@ import torch
 pytest.importorskip("trl", reason="trl is not installed")
 
 from datasets import Dataset, concatenate_datasets, interleave_datasets
-from integration.replicas import Group, kept_messages, run_groups
+from harness.logged import kept_messages
+from harness.processes import Process, run_groups
 from peft import LoraConfig
 from torch.utils.data import IterableDataset, random_split
 from transformers import LlamaForCausalLM
@@ -130,7 +131,7 @@ def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
     assert not torch.equal(trainer.model.lm_head.weight, after["lm_head.weight"])
 
 
-def move_the_reference(group: Group, folder: Path, moves: bool) -> list[str]:
+def move_the_reference(group: Process, folder: Path, moves: bool) -> list[str]:
     said = kept_messages()
     with group.manager() as manager:
         diloco = DiLoCoTrainerCallback(
@@ -237,7 +238,7 @@ def test_a_version_of_datasets_that_cannot_divide_by_samples_is_named(monkeypatc
         replica_shard(WHOLE.to_iterable_dataset(4).skip(9))
 
 
-def train_on_the_same(group: Group, folder: Path) -> list[str]:
+def train_on_the_same(group: Process, folder: Path) -> list[str]:
     said = kept_messages()
     with group.manager() as manager:
         diloco = DiLoCoTrainerCallback(
@@ -270,7 +271,7 @@ SAME_ORDER = {
 }
 
 
-def divide(group: Group, folder: Path, data: str) -> list[str]:
+def divide(group: Process, folder: Path, data: str) -> list[str]:
     os.environ.update(REPLICA_GROUP_ID=str(group.replica_id), NUM_REPLICA_GROUPS="2")
     torch.manual_seed(group.replica_id)  # these processes are forks of one: their own, as others'
     np.random.seed(group.replica_id)

@@ -17,7 +17,7 @@ from composer import Callback, Trainer
 from composer.algorithms import EMA
 from composer.loggers import LoggerDestination
 from composer.utils import dist
-from composer_jobs import TinyModel
+from harness.trainers import TinyModel
 from integration.composer_ranks import digest_of
 from torch.utils.data import DataLoader, TensorDataset
 from torchft.data import DistributedSampler

@@ -12,15 +12,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import composer_jobs
 import pytest
 import torch
 import torch.distributed as dist
 from composer import Callback
 from composer.loggers import InMemoryLogger
-from composer_jobs import STREAMING, read_checkpoint
+from harness import trainers
+from harness.processes import Process, run_groups
+from harness.trainers import STREAMING, read_checkpoint
 from integration.composer_ranks import train as train_rank
-from integration.replicas import Group, run_groups
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
@@ -83,7 +83,7 @@ def train_job(is_sharded: bool, fault: Any = None, **place: Any) -> dict[str, An
     return found | {"retries": [value for _, value in logged.data["diloco/retries"]]}
 
 
-def train_alone_and_as_one_group(process: Group, folder: str, is_sharded: bool) -> dict[str, Any]:
+def train_alone_and_as_one_group(process: Process, folder: str, is_sharded: bool) -> dict[str, Any]:
     """The same job alone, alone with a fault, and as the one group of a lighthouse."""
     os.environ["FSDP_VERSION"] = "2"
     group = process.of_rank(folder, RANKS)
@@ -147,11 +147,11 @@ class Start(Callback):
 
 
 def train(diloco: DiLoCoCallback, **arguments: Any) -> dict[str, Any]:
-    fit = composer_jobs.train(diloco, Start, max_duration="16ba", **arguments)
+    fit = trainers.train(diloco, Start, max_duration="16ba", **arguments)
     return fit.others[0].found | {"result": fit.result}
 
 
-def go_on_with_others(group: Group, path: str) -> dict[str, Any]:
+def go_on_with_others(group: Process, path: str) -> dict[str, Any]:
     """Group 0 has the checkpoint; the other one has other weights and data, and no checkpoint."""
     diloco = DiLoCoCallback(
         lighthouse_addr=group.lighthouse_addr,

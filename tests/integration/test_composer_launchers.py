@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration import groups
-from integration.groups import RunningGroup
+from harness import commands
+from harness.commands import RunningGroup
 from waiting import wait_until
 
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).with_name("composer_group.py")
 RANKS = (0, 1)
 
 
-LAUNCHERS = [groups.COMPOSER, groups.TORCHRUN, None]
+LAUNCHERS = [commands.COMPOSER, commands.TORCHRUN, None]
 """Of each group."""
 
 
@@ -33,7 +33,7 @@ def running(folder: Path, *arguments: object):
     lighthouse = start_lighthouse(heartbeat_timeout_ms=2_000)
 
     def start(group: int) -> RunningGroup:
-        return groups.start(
+        return commands.start(
             group,
             len(RANKS),
             SCRIPT,

@@ -8,7 +8,7 @@ from threading import Event
 import httpx
 import pytest
 import torch
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 
 from composer_replication.coordinator.client import RejectedByCoordinatorError
 from composer_replication.coordinator.membership import Membership, ask_for_run
@@ -26,7 +26,7 @@ def register_a(address: str, ranks: int) -> Membership:
     return Membership(options, ask_for_run(options), [{"w": torch.zeros(1)}], ranks)
 
 
-def be_a(process: Group, address: str, folder: str) -> str:
+def be_a(process: Process, address: str, folder: str) -> str:
     """One of two ranks of group a; the error that ends it."""
     process.of_rank(folder, RANKS)
     membership = register_a(address, RANKS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from forked_commands import ForkedCommand
-from integration.groups import free_port
+from harness.commands import free_port
 from pace import paced
 from run_events import syncs_of
 from text_config import DILOCO, text_job

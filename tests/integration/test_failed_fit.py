@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from composer import Callback
-from composer_jobs import STREAMING, Each, train, trainer_of
+from harness.trainers import STREAMING, Each, train, trainer_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
@@ -273,7 +273,7 @@ def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_
 
 FAILED = """
 import sys
-from composer_jobs import Each, trainer_of
+from harness.trainers import Each, trainer_of
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.replica.lighthouse import start_lighthouse

@@ -25,8 +25,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import Constant, take_step
-from integration.groups import free_port
-from integration.replicas import Group, kept_messages, run_groups
+from harness.commands import free_port
+from harness.logged import kept_messages
+from harness.processes import Process, run_groups
 from torch import nn
 from waiting import stop_accepting
 
@@ -55,7 +56,7 @@ class Scalar(Constant):
 # ---- starting ----------------------------------------------------------------------------------
 
 
-def start_apart(group: Group, apart_s: float) -> list[tuple[Any, ...]]:
+def start_apart(group: Process, apart_s: float) -> list[tuple[Any, ...]]:
     time.sleep(apart_s * group.replica_id)
     with group.training(Scalar(), options={"timeout": apart_s / 2}) as run:
         return run.steps(6, -1.0 - group.replica_id)
@@ -108,7 +109,7 @@ class Lighthouse:
         Thread(target=wait_and_restart, daemon=True).start()
 
 
-def lose_a_manager(group: Group) -> tuple[list[Any], list[str], bool]:
+def lose_a_manager(group: Process) -> tuple[list[Any], list[str], bool]:
     logged = kept_messages()
     with group.training(Scalar()) as run:
         lines = run.steps(4, -1.0 - group.replica_id)
@@ -133,7 +134,7 @@ MOVES = (-1.0, -2.0, -3.0, -4.0)
 
 
 def train_through_lighthouse_restarts(
-    group: Group, address: str, folder: str
+    group: Process, address: str, folder: str
 ) -> list[tuple[Any, ...]]:
     number, mine = group.replica_id, replace(group, lighthouse_addr=address)
     while number == 3 and not Path(folder, "restart 2").exists():
@@ -223,7 +224,7 @@ def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
 
 
 def train_ranks_through_a_restart(
-    process: Group, address: str, folder: str
+    process: Process, address: str, folder: str
 ) -> list[tuple[Any, ...]]:
     """Three groups of two ranks; the last group dies with the lighthouse."""
     group = replace(process.of_rank(folder, RANKS), lighthouse_addr=address)
@@ -261,7 +262,7 @@ def test_ranks_that_are_not_of_one_mind_on_whom_to_await_use_a_quorum_all_or_non
 # ---- a joiner behind a slow line ---------------------------------------------------------------
 
 
-def commit_while_a_slow_one_joins(group: Group) -> Any:
+def commit_while_a_slow_one_joins(group: Process) -> Any:
     model = Constant(0.0, w=(500_000,))  # its global state is 4 MB with the momentum
     settings = {"outer": None, "digest_every": 0, "num_replicas": 2, "options": {"timeout": 2.0}}
     if group.replica_id == 2:
@@ -320,7 +321,7 @@ def test_a_joiner_on_a_slow_line_leaves_with_the_reason_and_costs_the_others_not
 # ---- sick groups and strangers -----------------------------------------------------------------
 
 
-def train_beside_a_twin(group: Group) -> Any:
+def train_beside_a_twin(group: Process) -> Any:
     """Two groups train; then somebody starts the first of them again."""
     number = group.replica_id
     if number == 2:
@@ -343,7 +344,7 @@ def test_a_second_group_of_one_name_leaves_by_name_and_disturbs_nobody():
     assert first == peer and [line[:2] for line in first] == [(n, 2) for n in range(1, 21)]
 
 
-def pose_as_a_donor(group: Group) -> int:
+def pose_as_a_donor(group: Process) -> int:
     """All that the lighthouse's address gives away, and our own connections, without the token.
 
     It sends a huge value in each sync; returned is how many it has taken part in.
@@ -363,7 +364,7 @@ def pose_as_a_donor(group: Group) -> int:
     return syncs
 
 
-def meet_a_stranger(group: Group) -> Any:
+def meet_a_stranger(group: Process) -> Any:
     said = kept_messages()
     os.environ["COMPOSER_REPLICATION_TOKEN"] = "of the run"
     if group.replica_id == 2:
@@ -434,7 +435,7 @@ def test_a_signal_ends_a_script_that_waits_in_a_quorum_of_an_hour_within_seconds
         lighthouse.shutdown()
 
 
-def stop_in_an_allreduce(group: Group) -> Any:
+def stop_in_an_allreduce(group: Process) -> Any:
     with group.training(nn.Linear(64, 64), 1, outer=None, options={"timeout": 40.0}) as run:
         if group.replica_id == 1:  # it is in the quorum, and its part never comes
             run.manager.start_quorum()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import Buffered, TinyMLP, batch, mse, muon_by_shape
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 from torch.distributed.fsdp import fully_shard
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,7 @@ def sharded(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def shard_and_train(process: Group, folder: str) -> list[tuple[int, str]]:
+def shard_and_train(process: Process, folder: str) -> list[tuple[int, str]]:
     if process.replica_id // RANKS == 2:
         # It joins two others in training, and each of its ranks has another donor.
         process.signal.wait(60)
@@ -91,7 +91,7 @@ def train_with_muon(model: torch.nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def shard_and_train_with_muon(process: Group, folder: str) -> list[list[float]]:
+def shard_and_train_with_muon(process: Process, folder: str) -> list[list[float]]:
     process.of_rank(folder, RANKS)
     model = sharded(TinyMLP(width=15))
     optimizer = train_with_muon(model)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from common import Constant, take_step
 from golden.real_runs import RANKS, train_rank
-from integration.replicas import Group, kept_messages, run_groups
+from harness.logged import kept_messages
+from harness.processes import Process, run_groups
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 
@@ -24,7 +25,7 @@ def send_nonsense(at: int) -> None:
     WeightedMean.pack = damaged
 
 
-def train_beside_a_liar(group: Group, at: int) -> dict:
+def train_beside_a_liar(group: Process, at: int) -> dict:
     logged, honest, seen = kept_messages(), WeightedMean.pack, []
     with group.training(Constant(0.0, weight=(30,)), 1) as run:
         for step in range(6):
@@ -52,7 +53,7 @@ def test_a_group_that_sends_nonsense_is_left_out_by_name_and_comes_back(at):
         assert end["contributions"] == [0.0 if is_sick and n in SICK else 1.0 for n in range(6)]
 
 
-def train_ranks_of_which_one_lies(process: Group, folder: str) -> tuple[str, int, int]:
+def train_ranks_of_which_one_lies(process: Process, folder: str) -> tuple[str, int, int]:
     honest, packed, logged = WeightedMean.pack, [], kept_messages()
 
     def damaged(mean: WeightedMean, *arguments, **named) -> None:

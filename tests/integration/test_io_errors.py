@@ -11,8 +11,8 @@ import io
 import json
 
 import pytest
-from composer_jobs import fit_alone
 from failing_disk import Disk, each_failure
+from harness.trainers import fit_alone
 from rich.console import Console
 from run_events import events_of, result_of, syncs_of
 from scripted_groups import supervise, write

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from common import plain_sgd, take_step
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 from integration.test_faults import Scalar
 
 import composer_replication.replica.manager as manager_module
@@ -34,8 +34,8 @@ LOST = ConnectionError("all connections are lost")
 
 
 def train(
-    group: Group,
-    trouble: Callable[[Group, ReplicaManager], None],
+    group: Process,
+    trouble: Callable[[Process, ReplicaManager], None],
     options: dict[str, Any] | None = None,
     settings: dict[str, Any] | None = None,
     first: int = 1,
@@ -94,8 +94,8 @@ def unreachable(manager: ReplicaManager, seconds: float) -> None:
     manager.report_error(LOST)
 
 
-def one_is_unreachable(group: Group, lasts_s: float) -> dict[str, Any]:
-    def trouble(group: Group, manager: ReplicaManager) -> None:
+def one_is_unreachable(group: Process, lasts_s: float) -> dict[str, Any]:
+    def trouble(group: Process, manager: ReplicaManager) -> None:
         if group.replica_id == 1:
             unreachable(manager, lasts_s)
 
@@ -122,8 +122,8 @@ def test_a_group_that_cannot_be_reached_for_good_leaves_alone():
     assert first["theta"] == pytest.approx(last["theta"], abs=2.5)
 
 
-def two_cannot_reach_each_other(group: Group) -> dict[str, Any]:
-    def trouble(group: Group, manager: ReplicaManager) -> None:
+def two_cannot_reach_each_other(group: Process) -> dict[str, Any]:
+    def trouble(group: Process, manager: ReplicaManager) -> None:
         cut = {0: "group_2", 2: "group_0"}.get(group.replica_id)
         find = manager_module.find_unreachable
 
@@ -145,8 +145,8 @@ def test_of_two_groups_that_cannot_reach_each_other_one_leaves():
         assert survivor["syncs_after"] > 3
 
 
-def one_fails_by_itself(group: Group) -> dict[str, Any]:
-    def trouble(group: Group, manager: ReplicaManager) -> None:
+def one_fails_by_itself(group: Process) -> dict[str, Any]:
+    def trouble(group: Process, manager: ReplicaManager) -> None:
         if group.replica_id == 1:
 
             def allreduce(*arguments: Any, **named: Any) -> Any:
@@ -166,8 +166,8 @@ def test_a_group_with_an_error_of_its_own_in_every_sync_leaves_alone():
         assert survivor["syncs_after"] > 3
 
 
-def one_hangs(group: Group) -> dict[str, Any]:
-    def trouble(group: Group, manager: ReplicaManager) -> None:
+def one_hangs(group: Process) -> dict[str, Any]:
+    def trouble(group: Process, manager: ReplicaManager) -> None:
         if group.replica_id == 1:
             time.sleep(1000)
 
@@ -181,8 +181,8 @@ def test_a_group_whose_training_thread_hangs_stops_the_other_for_its_limit_and_n
     assert 2 < survivor["longest_s"] < 10 and survivor["syncs_after"] > 5
 
 
-def one_resumes_and_cannot_heal(group: Group) -> dict[str, Any]:
-    def trouble(group: Group, manager: ReplicaManager) -> None:
+def one_resumes_and_cannot_heal(group: Process) -> dict[str, Any]:
+    def trouble(group: Process, manager: ReplicaManager) -> None:
         group.signal.set()
 
     if group.replica_id < 2:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from common import take_step
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 from torch import nn
 
 from composer_replication.replica.heal import state_bytes
@@ -25,7 +25,7 @@ JOINER = 2
 
 
 def train_until_joined(
-    group: Group, before_round: Callable[[int], None] = lambda _: None
+    group: Process, before_round: Callable[[int], None] = lambda _: None
 ) -> list[tuple[int, int, str]]:
     """Rounds of two steps, until the joiner is in a sync, and two more.
 
@@ -55,7 +55,7 @@ def has_joined(names: Iterable[str]) -> bool:
     return any(name.startswith(f"group_{JOINER}:") for name in names)
 
 
-def train_while_a_joiner_downloads(group: Group) -> Any:
+def train_while_a_joiner_downloads(group: Process) -> Any:
     if group.replica_id == JOINER:
         assert group.signal.wait(WAIT_S)
         return train_until_joined(group)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration import groups
+from harness import commands
 from integration.leased_group import what_is_in
 from integration.test_coordinator import TOKEN, Run
 from run_events import events_of, syncs_of
@@ -62,7 +62,7 @@ class LeaseRun(Run):
 
     def start_group(self, replica_id):
         self.status_file(replica_id).unlink(missing_ok=True)  # of the processes before
-        self.groups[replica_id] = groups.start(
+        self.groups[replica_id] = commands.start(
             replica_id,
             self.plan["ranks"],
             SCRIPT,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 GROUP = """
 import os, signal, socket
 from pathlib import Path
-from composer_jobs import Each, trainer_of
+from harness.trainers import Each, trainer_of
 from composer_replication import DiLoCoCallback
 
 starts, outage, real = Path("starts"), Path("outage"), socket.getaddrinfo

@@ -10,7 +10,7 @@ import re
 import pytest
 from browser import chromium, fetch_axe
 from debian import MissingProgram
-from integration.groups import Launch
+from harness.commands import Launch
 from integration.test_coordinator import TOKEN, config_of
 from launch import recorded_run
 from run_events import write_events

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from common import Constant, take_step
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 from torch import nn
 from torch.distributed import AllreduceOptions
 from torchft.process_group import reconfigure_with_store
@@ -80,7 +80,7 @@ def train(diloco: DiLoCo, draws: Draws) -> list[str]:
     return [str(report.global_digest) for report in diloco.pop_finished_syncs()]
 
 
-def train_on_draws(group: Group, runs: list[dict[str, Any]]) -> list[list[str]]:
+def train_on_draws(group: Process, runs: list[dict[str, Any]]) -> list[list[str]]:
     """One run after the other, each with settings of its own, and a size of buckets."""
     seen = []
     for settings in runs:
@@ -186,7 +186,7 @@ def failing(call: Callable[..., Any], at: int, fail: Callable[[], None]) -> Call
 
 
 def fail_in_an_exchange(
-    group: Group, fails_in: list[tuple[str, str]], at: int, dies: bool
+    group: Process, fails_in: list[tuple[str, str]], at: int, dies: bool
 ) -> list[list[tuple[int, int, float, list[float]]]]:
     """In the second sync of each run group 1 dies, or gives up, after so many messages."""
     division.BUCKET = 512 * 3
@@ -241,7 +241,7 @@ def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up():
 # ---- traps ----------------------------------------------------------------------------------
 
 
-def drop_a_process_group_that_waits_for_a_thread(group: Group, way: str) -> float:
+def drop_a_process_group_that_waits_for_a_thread(group: Process, way: str) -> float:
     store = host_store("localhost")
     ranks = [make_process_group("gloo", timeout=20.0) for _ in range(2)]
     address = f"localhost:{store.port}/both"

@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from integration.groups import Launch
+from harness.commands import Launch
 from run_events import events_of, syncs_of
 from text_config import TINY, text_job
 

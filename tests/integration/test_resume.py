@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from composer_jobs import STREAMING, read_checkpoint
+from harness.processes import Process, run_groups
+from harness.trainers import STREAMING, read_checkpoint
 from integration.composer_ranks import train
-from integration.replicas import Group, run_groups
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_replication import DiLoCoCallback
@@ -55,7 +55,7 @@ def checkpoint_of(case: dict[str, Any], folder: str | Path, group: int) -> Path:
 
 
 def train_cases(
-    process: Group, folder: str, meeting: str, cases: list[dict], ranks: int, resumes: bool
+    process: Process, folder: str, meeting: str, cases: list[dict], ranks: int, resumes: bool
 ) -> list[dict[str, Any]]:
     """A rank of a group in each of the cases, one after the other."""
     os.environ["FSDP_VERSION"] = "2"

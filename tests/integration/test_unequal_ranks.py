@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import TinyMLP, batch, mse
-from integration.replicas import Group, run_groups
+from harness.processes import Process, run_groups
 from torch.distributed.fsdp import fully_shard
 
 from composer_replication.settings import SettingsMismatch
@@ -27,7 +27,7 @@ PLACES = ["a0", "b0", "b1", "c0", "c1"]
 """Group and rank of each process: groups of one, two and two ranks."""
 
 
-def place_of(process: Group, folder: str) -> Group:
+def place_of(process: Process, folder: str) -> Process:
     """The group of this process, whose ranks torch.distributed knows."""
     name, rank = PLACES[process.replica_id][0], int(PLACES[process.replica_id][1])
     ranks = sum(place[0] == name for place in PLACES)
@@ -37,7 +37,7 @@ def place_of(process: Group, folder: str) -> Group:
     return replace(process, replica_id="abc".index(name))
 
 
-def train(group: Group, steps: int, step_s: float, **start: Any) -> int:
+def train(group: Process, steps: int, step_s: float, **start: Any) -> int:
     model = TinyMLP(width=15)
     if start.pop("is_sharded", False):
         fully_shard(model)
@@ -55,7 +55,7 @@ def train(group: Group, steps: int, step_s: float, **start: Any) -> int:
         return run.diloco.outer_step
 
 
-def refused(process: Group, folder: str, **start: Any) -> tuple[str, float]:
+def refused(process: Process, folder: str, **start: Any) -> tuple[str, float]:
     """The one line with which this rank is refused, and after how many seconds."""
     began = time.monotonic()
     with pytest.raises(SettingsMismatch) as caught:
@@ -63,7 +63,7 @@ def refused(process: Group, folder: str, **start: Any) -> tuple[str, float]:
     return str(caught.value), time.monotonic() - began
 
 
-def join_later(process: Group, folder: str) -> Any:
+def join_later(process: Process, folder: str) -> Any:
     """b trains with its model whole; then a wants to join with one rank, and c with shards."""
     if PLACES[process.replica_id][0] != "b":
         process.signal.wait(30)

@@ -9,19 +9,19 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import foundry_jobs
 import pytest
 import torch
 import yaml
-from foundry_jobs import NUM_GROUPS, foundry_command, offline_environ, write_data
-from integration.groups import RunningGroup
+from harness import foundry
+from harness.commands import RunningGroup
+from harness.foundry import NUM_GROUPS, foundry_command, offline_environ, write_data
 from run_events import result_of, syncs_of
 
 pytestmark = [
     pytest.mark.llmfoundry,
     pytest.mark.skipif(
-        not foundry_jobs.is_installed(),
-        reason=foundry_jobs.NOT_INSTALLED,
+        not foundry.is_installed(),
+        reason=foundry.NOT_INSTALLED,
     ),
 ]
 

@@ -8,15 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import foundry_jobs
 import pytest
-from foundry_jobs import offline_environ
+from harness import foundry
+from harness.foundry import offline_environ
 from run_events import syncs_of
 
 pytestmark = [
     pytest.mark.llmfoundry,
     pytest.mark.timeout(500),  # more than that of the launcher: after it nobody would stop it
-    pytest.mark.skipif(not foundry_jobs.is_installed(), reason=foundry_jobs.NOT_INSTALLED),
+    pytest.mark.skipif(not foundry.is_installed(), reason=foundry.NOT_INSTALLED),
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -40,21 +40,21 @@ def build_model(seed):
 
 def fit_groups(num_replicas, folder, *others, **arguments):
     """Train groups on tokens of their own; how each ends."""
-    import composer_jobs
+    from harness import trainers
 
     def own(group):
         generator = torch.Generator().manual_seed(group)
         tokens = torch.randint(0, 32, (64, SEQUENCE), generator=generator)
         dataset = [{"input_ids": row, "labels": row} for row in tokens]
-        with composer_jobs.building:
+        with trainers.building:
             model = build_model(seed=group)
         loader = torch.utils.data.DataLoader(dataset, 4)
-        return composer_jobs.saving(folder, group) | {"model": model, "train_dataloader": loader}
+        return trainers.saving(folder, group) | {"model": model, "train_dataloader": loader}
 
     def adamw(parameters):
         return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=0.01)
 
-    return composer_jobs.fit_groups(
+    return trainers.fit_groups(
         num_replicas,
         *others,
         own=own,
@@ -67,7 +67,7 @@ def fit_groups(num_replicas, folder, *others, **arguments):
 
 
 def test_adapters_are_averaged_saved_and_resumed_and_the_base_is_left_alone(tmp_path):
-    from composer_jobs import read_checkpoint
+    from harness.trainers import read_checkpoint
 
     before = [dict(build_model(seed=group).named_parameters()) for group in range(2)]
     whole = fit_groups(2, tmp_path)

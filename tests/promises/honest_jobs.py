@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from harness.logged import logged
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -379,24 +380,14 @@ def run(job: Job, sickness: Sickness | None = None) -> Outcome:
         job: The job.
         sickness: What befalls one of its groups.
     """
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    log, keep = logging.getLogger("composer_replication"), Keep()
-    log.addHandler(keep)
     saved: dict[int, Any] = {}
     stops = [int(job.resumes_at * job.steps), job.steps] if job.resumes_at else [job.steps]
     ends: list[str] = []
-    try:
+    with logged() as messages:
         for number, stop in enumerate(stops):
             faults = job.faults if not number else ()
             replica = partial(train, job, saved=saved, stop=stop, sickness=sickness)
             ends += simulate(replica, num_replicas=len(job.every), faults=faults, timeout_s=120.0)
-    finally:
-        log.removeHandler(keep)
     return Outcome(messages, [end for end in ends if end not in (None, "ended")])
 
 

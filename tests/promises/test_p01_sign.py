@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd
-from promises.groups import STREAMING, adamw, run, traces
+from harness.groups import STREAMING, adamw, run, traces
 
 from composer_replication.diloco import outer_optimizer
 from composer_replication.diloco.outer_optimizer import check_sign, nesterov_sgd, pseudo_gradient

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 from common import Constant, plain_sgd
-from promises.groups import STREAMING, Group, attempt, learn, run, traces
+from harness.groups import STREAMING, Group, attempt, learn, run, traces
 from torch import nn
 
 from composer_replication import simulate

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from common import TinyMLP, batch, mse, plain_sgd
-from promises.groups import adamw, learn, run, sgd
+from harness.groups import adamw, learn, run, sgd
 
 
 def largest_difference(model, other):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, TinyMLP, plain_sgd, take_step
-from promises.groups import Group, attempt, run, sgd
+from harness.groups import Group, attempt, run, sgd
 from torch import nn
 
 from composer_replication import DiLoCo, simulate

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, mean_of, plain_sgd
-from promises.groups import learn, run
+from harness.groups import learn, run
 from torch import nn
 
 from composer_replication.diloco import division

@@ -2,7 +2,7 @@
 
 import pytest
 from common import Constant
-from promises.groups import Group, run, traces
+from harness.groups import Group, run, traces
 
 from composer_replication import simulate
 from composer_replication.diloco.algorithm import SyncError

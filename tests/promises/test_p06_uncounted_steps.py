@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from common import TinyMLP, batch, mse
-from promises.groups import Group, adamw, attempt, run
+from harness.groups import Group, adamw, attempt, run
 from torch import nn
 
 from composer_replication import simulate

@@ -1,7 +1,7 @@
 """P7: when a sync fails or a peer dies in it, the others keep their inner steps and sync them."""
 
 import pytest
-from promises.groups import ALL, MOVES, TWO, traces
+from harness.groups import ALL, MOVES, TWO, traces
 
 from composer_replication.simulation.simulation import Fault
 

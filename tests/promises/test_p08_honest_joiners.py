@@ -4,7 +4,7 @@ import math
 
 import pytest
 from common import Constant, plain_sgd
-from promises.groups import ALL, MOVES, TWO, Group, attempt, run, traces
+from harness.groups import ALL, MOVES, TWO, Group, attempt, run, traces
 
 from composer_replication import simulate
 from composer_replication.simulation.simulation import Fault, SimulationError

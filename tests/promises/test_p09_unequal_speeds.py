@@ -2,7 +2,7 @@
 
 import pytest
 from common import plain_sgd
-from promises.groups import run
+from harness.groups import run
 
 
 @pytest.mark.parametrize(("weight_by", "theta"), [

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from common import Buffered, Constant, TinyMLP
-from promises.groups import Group, adamw, run
+from harness.groups import Group, adamw, run
 
 from composer_replication import simulate
 from composer_replication.diloco.outer_optimizer import nesterov_sgd

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, batch, plain_sgd
-from promises.groups import STREAMING, Group, run
+from harness.groups import STREAMING, Group, run
 from torch import nn
 
 from composer_replication import simulate

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, written
-from promises.groups import Group, adamw, sgd
-from promises.groups import run as run_groups
+from harness.groups import Group, adamw, sgd
+from harness.groups import run as run_groups
 from promises.honest_jobs import KINDS, Job, Sickness, run
 from torch import nn
 

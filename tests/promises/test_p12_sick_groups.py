@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, plain_sgd
-from promises.groups import adamw, attempt, run
+from harness.groups import adamw, attempt, run
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.outer_health import GroupMetrics, beyond_all_others

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from common import TinyMLP, plain_sgd
-from promises.groups import run
+from harness.groups import run
 
 from composer_replication.diloco import hang_watch
 from composer_replication.diloco.outer_health import GroupMetrics

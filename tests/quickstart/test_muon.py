@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 from common import TinyMLP, batch, mse, muon_by_shape
-from promises.groups import run
+from harness.groups import run
 from text_config import TINY, write_config
 from torch import nn
 

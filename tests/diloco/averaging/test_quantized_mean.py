@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from common import Constant, TinyMLP, written
-from promises.groups import run
+from harness.groups import run
 from torch.distributed import ReduceOp
 
 from composer_replication import DiLoCo, simulate

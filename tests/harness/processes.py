@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import os
 import signal
 import time
@@ -15,26 +14,25 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from common import plain_sgd, take_step
+from common import plain_sgd
 from forked import begin_fork, context
+from harness.groups import Group
 from torch import nn
 
-from composer_replication import DiLoCo
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.simulation.simulation import SimulatedReplica
 
 PLAIN = plain_sgd()
-REPORTED = ("outer_step", "num_participants", "contribution", "global_digest")
 
 
 @dataclass(frozen=True)
-class Group:
-    """What a group function gets.
+class Process:
+    """What a group function gets: the process of a group, or of one of its ranks.
 
     Attributes:
         replica_id: Its place among the groups, from 0.
@@ -69,35 +67,37 @@ class Group:
         model: nn.Module,
         sync_every: int = 2,
         *,
-        inner: torch.optim.Optimizer | None = None,
         outer: Any = PLAIN,
         options: dict[str, Any] | None = None,
         **settings: Any,
-    ) -> Iterator[Training]:
-        """DiLoCo over a real manager for this group, around SGD with lr 1 unless another is given.
+    ) -> Iterator[Group]:
+        """A group in training over a real manager.
 
         Args:
             model: What is trained.
             sync_every: As for DiLoCo.
-            inner: The inner optimizer.
             outer: The outer optimizer, plain SGD with lr 1 unless another is given.
             options: Of the manager.
-            **settings: Of DiLoCo; all groups of the run are awaited, and each sync has a digest.
+            **settings: As for ``Group``; all groups of the run are awaited, and each sync has a
+                digest.
         """
-        inner = inner or torch.optim.SGD(model.parameters(), lr=1.0)
         settings = {"num_replicas": self.num_replicas, "digest_every": 1} | settings
         with (
             self.manager(**options or {}) as manager,
-            DiLoCo(manager, model, inner, outer, sync_every=sync_every, **settings) as diloco,
+            Group(self.member(manager), model, outer, sync_every=sync_every, **settings) as group,
         ):
-            yield Training(diloco, inner, manager)
+            yield group
+
+    def member(self, manager: Any) -> SimulatedReplica:
+        """What a simulation passes to a replica function, with a real manager."""
+        return SimulatedReplica(self.replica_id, self.num_replicas, manager)
 
     def wait_until_somebody_asks(self) -> None:
         """Until another group has asked the lighthouse for the next quorum."""
         while "only have 0 participants" in read_status(self.lighthouse_addr).situation:
             time.sleep(0.05)
 
-    def of_rank(self, folder: str, ranks: int) -> Group:
+    def of_rank(self, folder: str, ranks: int) -> Process:
         """Make this process one rank of a group of several, which torch.distributed knows.
 
         Args:
@@ -121,42 +121,6 @@ class Group:
     def kill(self) -> None:
         """End this process as a power cut would."""
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Training(NamedTuple):
-    """A group in training."""
-
-    diloco: DiLoCo
-    inner: torch.optim.Optimizer
-    manager: ReplicaManager
-
-    def steps(self, count: int, move: float, pause_s: float = 0.0) -> list[tuple[Any, ...]]:
-        """Steps that add ``move``; of each sync what is in ``REPORTED``, and theta after it."""
-        seen = []
-        for _ in range(count):
-            time.sleep(pause_s)
-            take_step(self.inner, move)
-            seen += self.reported()
-        return seen
-
-    def reported(self) -> list[tuple[Any, ...]]:
-        """The same for the syncs since the last call."""
-        theta = next(iter(self.diloco.global_parameters().values())).flatten()[0].item()
-        return [
-            (*(getattr(report, name) for name in REPORTED), theta)
-            for report in self.diloco.pop_finished_syncs()
-        ]
-
-
-def kept_messages(level: int = logging.WARNING) -> list[str]:
-    """What the package logs in this process from now on."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("composer_replication")
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    return logged
 
 
 class GroupFailed(AssertionError):
@@ -198,7 +162,7 @@ def run_groups(
     try:
         for replica_id in range(num_replicas):
             ours, theirs = context.Pipe()
-            group = Group(replica_id, num_replicas, lighthouse.address(), *events)
+            group = Process(replica_id, num_replicas, lighthouse.address(), *events)
             process = context.Process(
                 target=_serve, args=(named, group, arguments, theirs), daemon=True
             )
@@ -215,7 +179,7 @@ def run_groups(
 
 
 def _serve(
-    named: tuple[str, str], group: Group, arguments: dict[str, Any], parent: Connection
+    named: tuple[str, str], group: Process, arguments: dict[str, Any], parent: Connection
 ) -> None:
     begin_fork()
     module, name = named

@@ -1,6 +1,10 @@
-"""Replica groups of a simulation, for the tests of what the algorithm promises."""
+"""A replica group in training, for the tests, and runs of several in a simulation.
+
+``harness.processes`` has the same groups as real processes.
+"""
 
 import io
+import time
 
 import torch
 from common import Constant, TinyMLP, batch, mse, plain_sgd, take_step
@@ -18,6 +22,9 @@ ALL, TWO = 2 * 3.0, 2 * 1.5
 """What a round of two such steps adds: the mean of all three groups, and of the first two."""
 
 
+REPORTED = ("outer_step", "num_participants", "contribution", "global_digest")
+
+
 def adamw(parameters):
     """An inner optimizer that learns."""
     return torch.optim.AdamW(parameters, lr=1e-2)
@@ -32,12 +39,12 @@ class Group:
     """A replica group, which is with the others inside of its ``with`` block.
 
     Args:
-        sim: What ``simulate`` passes to the replica function.
+        sim: What ``simulate`` passes to the replica function; its manager may be a real one.
         model: The model, or a function that makes it. None: a scalar of value 10.
         outer: The outer optimizer, as for ``DiLoCo``.
-        inner: Makes the inner optimizer of the model's parameters.
+        inner: The inner optimizer, or a function that makes it of the model's parameters.
         saved: A checkpoint of ``save``, from which the group continues.
-        min_size: The manager's ``min_replica_size``.
+        min_size: The simulated manager's ``min_replica_size``.
         settings: Further arguments of ``DiLoCo``.
 
     Attributes:
@@ -45,13 +52,16 @@ class Group:
     """
 
     def __init__(
-        self, sim, model=None, outer=None, *, inner=sgd, saved=None, min_size=1, **settings
+        self, sim, model=None, outer=None, *, inner=sgd, saved=None, min_size=None, **settings
     ):
         self.id, self.is_last = sim.replica_id, sim.replica_id == sim.num_replicas - 1
-        sim.manager._min_replica_size = min_size
+        self.manager = sim.manager
+        if min_size is not None:
+            self.manager._min_replica_size = min_size
         self.model = model if isinstance(model, nn.Module) else (model or Constant)()
-        self.inner = inner(self.model.parameters())
-        self.diloco = DiLoCo(sim.manager, self.model, self.inner, outer, **settings)
+        is_made = isinstance(inner, torch.optim.Optimizer)
+        self.inner = inner if is_made else inner(self.model.parameters())
+        self.diloco = DiLoCo(self.manager, self.model, self.inner, outer, **settings)
         self.reports = []
         if saved is not None:
             state, model_state, inner_state = torch.load(io.BytesIO(saved), weights_only=True)
@@ -71,6 +81,21 @@ class Group:
         for move in moves:
             take_step(self.inner, move)
             self.reports += self.diloco.pop_finished_syncs()
+
+    def steps(self, count, move, pause_s=0.0):
+        """Take equal inner steps, and return what ``reported`` returns after each."""
+        seen = []
+        for _ in range(count):
+            time.sleep(pause_s)
+            take_step(self.inner, move)
+            seen += self.reported()
+        return seen
+
+    def reported(self):
+        """Of each sync since the last look what is in ``REPORTED``, and theta after it."""
+        theta, reports = self.theta[0], self.diloco.pop_finished_syncs()
+        self.reports += reports
+        return [(*(getattr(report, name) for name in REPORTED), theta) for report in reports]
 
     def learn(self, first, last):
         """Take inner steps on the group's own batches from ``first`` to before ``last``."""
