@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_commands import ForkedCommand
 from run_events import events_of, syncs_of
 from text_config import TINY
 from waiting import wait_until
@@ -38,13 +39,11 @@ HOSTS = [
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """Start a command of ours in a folder. What it says goes into files there."""
+    """Start a command of ours in a folder, as a fork. What it says goes into files there."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "COLUMNS": "80"}
     with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as errors:
         command = [sys.executable, "-m", "composer_replication", *words]
-        return subprocess.Popen(
-            command, cwd=folder, env=environ, stdout=out, stderr=errors, text=True
-        )
+        return ForkedCommand(command, cwd=folder, env=environ, stdout=out, stderr=errors, text=True)
 
 
 def said(folder: Path) -> str:
