@@ -19,12 +19,13 @@ from typing import Any
 import pytest
 import torch
 from common import Constant, take_step
+from harness.groups import Group
 from harness.processes import Process, run_groups
 from torch import nn
 from torch.distributed import AllreduceOptions
 from torchft.process_group import reconfigure_with_store
 
-from composer_replication import DiLoCo, simulate
+from composer_replication import simulate
 from composer_replication.diloco import division
 from composer_replication.replica.process_group import host_store, make_process_group
 
@@ -72,23 +73,23 @@ SMALL_BUCKET = 512
 """Several buckets, the last one of another size."""
 
 
-def train(diloco: DiLoCo, draws: Draws) -> list[str]:
+def train(group: Group, draws: Draws) -> list[str]:
     """Train for ``ROUNDS`` rounds; the digest of the global parameters after each outer step."""
     for _ in range(ROUNDS * SYNC_EVERY):
         draws.step()
-    diloco.final_sync()
-    return [str(report.global_digest) for report in diloco.pop_finished_syncs()]
+    group.end()
+    return group.of_reports("global_digest")
 
 
-def train_on_draws(group: Process, runs: list[dict[str, Any]]) -> list[list[str]]:
+def train_on_draws(process: Process, runs: list[dict[str, Any]]) -> list[list[str]]:
     """One run after the other, each with settings of its own, and a size of buckets."""
     seen = []
     for settings in runs:
         division.BUCKET = settings.pop("bucket", BUCKET)
         model = Assorted()
-        inner = (draws := Draws(model, group.replica_id)).optimizer
-        with group.training(model, SYNC_EVERY, inner=inner, outer=None, **settings) as run:
-            seen.append(train(run.diloco, draws))
+        inner = (draws := Draws(model, process.replica_id)).optimizer
+        with process.training(model, SYNC_EVERY, inner=inner, outer=None, **settings) as group:
+            seen.append(train(group, draws))
     return seen
 
 
@@ -158,11 +159,9 @@ def test_real_groups_come_to_the_bits_of_the_simulation(monkeypatch):
 
         def replica(sim, settings=settings):
             draws = Draws(model := Assorted(), sim.replica_id)
-            arguments = {"num_replicas": 3, "digest_every": 1, **settings}
-            with DiLoCo(
-                sim.manager, model, draws.optimizer, sync_every=SYNC_EVERY, **arguments
-            ) as diloco:
-                return train(diloco, draws)
+            own = {"sync_every": SYNC_EVERY, "num_replicas": 3, "digest_every": 1, **settings}
+            with Group(sim, model, inner=draws.optimizer, **own) as group:
+                return train(group, draws)
 
         assert simulate(replica, num_replicas=3) == [seen] * 3, settings
         assert len(set(seen)) == len(seen) >= 3
