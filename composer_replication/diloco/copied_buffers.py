@@ -41,8 +41,12 @@ class CopiedBuffers:
     """
 
     def __init__(self, live: Mapping[str, Tensor]) -> None:
-        self.live = {name: buffer for name, buffer in live.items() if not has_mean(buffer)}
-        self.values = {n: t.detach().to("cpu", copy=True) for n, t in self.live.items()}
+        self.live: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}
+        for name, buffer in live.items():
+            if not has_mean(buffer):
+                self.live[name] = buffer
+                self.values[name] = buffer.detach().to("cpu", copy=True)
         self._like = [held_tensor(buffer) for buffer in live.values()]
         self._message = torch.empty(0, dtype=torch.uint8)
 
@@ -59,7 +63,7 @@ class CopiedBuffers:
         """
         if not self._like:
             return []
-        parts = [t.detach().reshape(-1).view(torch.uint8) for t in own]
+        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in own]
         self._message = torch.cat(parts).to(device)
         if manager.participating_rank() != 0:
             self._message.zero_()
@@ -72,13 +76,16 @@ class CopiedBuffers:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
         sizes = [buffer.nbytes for buffer in self._like]
-        parts = zip(self._like, self._message.cpu().split(sizes), strict=True)
-        received = [part.clone().view(like.dtype).view(like.shape) for like, part in parts]
-        averaged = len(received) - len(self.values)
-        for value, part in zip(self.values.values(), received[averaged:], strict=True):
+        parts = self._message.cpu().split(sizes)
+        received = []
+        for like, part in zip(self._like, parts, strict=True):
+            received.append(part.clone().view(like.dtype).view(like.shape))
+        num_averaged = len(received) - len(self.values)
+        without_mean = received[num_averaged:]
+        for value, part in zip(self.values.values(), without_mean, strict=True):
             value.copy_(part)
         self.write_back()
-        return received[:averaged]
+        return received[:num_averaged]
 
     @torch.no_grad()
     def write_back(self) -> None:

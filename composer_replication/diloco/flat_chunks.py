@@ -65,9 +65,14 @@ class Chunk(NamedTuple):
 
     def pairs(self, tensors: Sequence[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
-        parts = [_part_of(tensors[index], part) for index, part in self.pieces.parts]
-        views = zip(flat.split(self.pieces.sizes), parts, strict=True)
-        return [view.view(part.shape) if part.dim() > 1 else view for view, part in views], parts
+        views: list[Tensor] = []
+        parts: list[Tensor] = []
+        slices = flat.split(self.pieces.sizes)
+        for (index, elements), view in zip(self.pieces.parts, slices, strict=True):
+            part = _part_of(tensors[index], elements)
+            parts.append(part)
+            views.append(view.view(part.shape) if part.dim() > 1 else view)
+        return views, parts
 
     def read(self, tensors: Sequence[Tensor], into: Tensor) -> None:
         """Copy the chunk of the model's tensors.
@@ -101,10 +106,12 @@ class Chunk(NamedTuple):
             self.read(tensors, mixed)
             torch.lerp(values, mixed, alpha, out=mixed)
             of_mixed, _ = self.pairs(tensors, mixed)
-            triples = zip(self.pieces.indices, views, of_mixed, strict=True)
-            views = [view if index in unmixed else mix for index, view, mix in triples]
+            for number, index in enumerate(self.pieces.indices):
+                if index not in unmixed:
+                    views[number] = of_mixed[number]
         # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
-        _foreach_copy_(parts, views, non_blocking=parts[0].device.type != "cpu")
+        is_ordered = parts[0].device.type != "cpu"
+        _foreach_copy_(parts, views, non_blocking=is_ordered)
 
 
 def _part_of(tensor: Tensor, part: slice | None) -> Tensor:
@@ -156,16 +163,19 @@ class Layout:
         self._is_cut = not whole and division.num_shares > 1
         self._firsts = [*itertools.accumulate(self.sizes, initial=0)]
         count = len(tensors) if num_parameters is None else num_parameters
-        kinds = ((t.dtype, division.copies[i], i < count) for i, t in enumerate(tensors))
-        self._kinds = [*kinds]
+        self._kinds = []
+        self._rows = []
+        for index, tensor in enumerate(tensors):
+            self._kinds.append((tensor.dtype, division.copies[index], index < count))
+            self._rows.append(1 if self._is_cut else math.prod(tensor.shape[1:]))
         self.are_parameters = torch.arange(len(tensors)) < count
         self._pieces: dict[tuple[int, int], Pieces] = {}
         self._limit = _limit(tensors, whole or rests_elsewhere)
-        self._rows = [1 if self._is_cut else math.prod(tensor.shape[1:]) for tensor in tensors]
         self.chunks = self._cut(lambda start: self._limit)
+        self.chunks_to_pack = self.chunks
         has_low = any(chunk.dtype != torch.float32 for chunk in self.chunks)
-        is_whole = self._limit >= self.num_elements
-        self.chunks_to_pack = self._cut(self._most_to_pack) if has_low and is_whole else self.chunks
+        if has_low and self._limit >= self.num_elements:
+            self.chunks_to_pack = self._cut(self._most_to_pack)
 
     @property
     def num_elements(self) -> int:
@@ -187,11 +197,13 @@ class Layout:
         indices = [index for index, size in enumerate(self.sizes) if size]
         for kind, group in itertools.groupby(indices, self._kinds.__getitem__):
             members = [*group]
-            start, end = self._firsts[members[0]], self._firsts[members[-1] + 1]
+            start = self._firsts[members[0]]
+            end = self._firsts[members[-1] + 1]
             while start < end:
                 stop = start + most(start)
                 stop = self._end_of(start, stop) if stop < end else end
-                chunks.append(Chunk(self.pieces(slice(start, stop)), *kind))
+                pieces = self.pieces(slice(start, stop))
+                chunks.append(Chunk(pieces, *kind))
                 start = stop
         return chunks
 
@@ -210,18 +222,29 @@ class Layout:
         return self._pieces[key]
 
     def _find_pieces(self, place: slice) -> Pieces:
-        sizes, parts = list[int](), list[tuple[int, slice | None]]()
-        index = max(0, bisect_right(self._firsts, place.start) - 1)
-        while index < len(self.sizes) and self._firsts[index] < place.stop:
-            first, size = self._firsts[index], self.sizes[index]
-            start, stop = max(0, place.start - first), min(size, place.stop - first)
+        sizes: list[int] = []
+        parts: list[tuple[int, slice | None]] = []
+        begin = max(0, bisect_right(self._firsts, place.start) - 1)
+        for index in range(begin, len(self.sizes)):
+            first = self._firsts[index]
+            if first >= place.stop:
+                break
+            start = max(0, place.start - first)
+            stop = min(self.sizes[index], place.stop - first)
             if start < stop:
-                begin = self.division.part_start(index) if self._is_cut else 0
-                is_all = not self._is_cut and stop - start == size
-                parts.append((index, None if is_all else slice(begin + start, begin + stop)))
                 sizes.append(stop - start)
-            index += 1
-        return Pieces(slice(place.start, min(place.stop, self.num_elements)), sizes, parts)
+                parts.append((index, self._elements(index, start, stop)))
+        end = min(place.stop, self.num_elements)
+        return Pieces(slice(place.start, end), sizes, parts)
+
+    def _elements(self, index: int, start: int, stop: int) -> slice | None:
+        """Which elements of a tensor are at these of its part in a flat buffer; None: all of it."""
+        if self._is_cut:
+            begin = self.division.part_start(index)
+            return slice(begin + start, begin + stop)
+        if stop - start == self.sizes[index]:
+            return None
+        return slice(start, stop)
 
 
 def _limit(tensors: Sequence[Tensor], in_parts: bool) -> int:
@@ -229,8 +252,9 @@ def _limit(tensors: Sequence[Tensor], in_parts: bool) -> int:
         return CHUNK
     if not in_parts:
         return max(1, sum(tensor.numel() for tensor in tensors))
-    low = max((t.element_size() for t in tensors if t.dtype != torch.float32), default=0)
-    return SCRATCH // (4 + low) // ALIGNMENT * ALIGNMENT
+    low = [tensor.element_size() for tensor in tensors if tensor.dtype != torch.float32]
+    num_bytes = 4 + max(low, default=0)
+    return SCRATCH // num_bytes // ALIGNMENT * ALIGNMENT
 
 
 class Squares:
@@ -262,14 +286,15 @@ class Squares:
 
     def by_tensor(self) -> Tensor:
         """Return them: 1-D float64 on the CPU. The first call waits for an accelerator."""
-        if self._total is None:
-            self._total = torch.zeros(self._count, dtype=torch.float64)
-            if self._found:
-                found = torch.stack(self._found)
-                here = found.to("cpu", torch.float64)
-                if found.device.type != "cpu":
-                    here = here.square_()
-                self._total.index_add_(0, torch.tensor(self._indices), here)
+        if self._total is not None:
+            return self._total
+        self._total = torch.zeros(self._count, dtype=torch.float64)
+        if self._found:
+            found = torch.stack(self._found)
+            here = found.to("cpu", torch.float64)
+            if found.device.type != "cpu":  # there ``add`` has taken norms
+                here = here.square_()
+            self._total.index_add_(0, torch.tensor(self._indices), here)
         return self._total
 
 

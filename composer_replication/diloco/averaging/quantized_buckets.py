@@ -55,7 +55,8 @@ class QuantizedBucket:
         self._format = wire_format
         self.has_means = groups > 2
         self._num_parts = groups if self.has_means else 1
-        self._size = max(1, -(-values.numel() // (self._num_parts * PART))) * PART
+        units = -(-values.numel() // (self._num_parts * PART))
+        self._size = max(1, units) * PART
         # On a CPU the values of a frame are still in cache when they are read again. All groups of
         # a run have the same kind of device, and therefore the same frames.
         step = FRAME if values.device.type == "cpu" else self._size
@@ -63,14 +64,17 @@ class QuantizedBucket:
         encoded = 0
         for start in range(0, self._size, step):
             size = min(step, self._size - start)
+            elements = slice(start, start + size)
             stop = encoded + wire_format.num_bytes(size)
-            self._frames.append(Frame(slice(start, start + size), slice(encoded, stop), size))
+            self._frames.append(Frame(elements, slice(encoded, stop), size))
             encoded = stop
         message = WEIGHT + encoded
-        second = [groups * encoded, encoded] if self.has_means else []
-        self._memory_sizes = [self._num_parts * message, groups * message, *second]
+        self.num_bytes = message
+        self._memory_sizes = [self._num_parts * message, groups * message]
+        if self.has_means:
+            self.num_bytes = groups * (message + encoded) // 2
+            self._memory_sizes += [groups * encoded, encoded]
         self.memory_bytes = sum(self._memory_sizes)
-        self.num_bytes = groups * (message + encoded) // 2 if self.has_means else message
 
     def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
         """Encode the values and start the first message.
@@ -84,18 +88,18 @@ class QuantizedBucket:
             A Work to wait for.
         """
         sent, received, *self._second = memory.split(self._memory_sizes)
-        rows = sent.view(self._num_parts, -1)
-        rows[:, :WEIGHT].view(torch.float32).fill_(contribution)
-        self._sent = rows[:, WEIGHT:]
+        weights, self._sent = _weights_and_parts(sent, self._num_parts)
+        weights.fill_(contribution)
         for index, part in enumerate(self._sent):
             if self._averages(index):
                 part.zero_()
             else:
                 self._encode(self._part(self.values, index), part)
-        rows = received.view(self._groups, -1)
-        self.received_weights = rows[:, :WEIGHT].view(torch.float32).squeeze(1)
-        self._received = rows[:, WEIGHT:]
-        return (manager.all_to_all if self.has_means else manager.all_gather)(received, sent)
+        weights, self._received = _weights_and_parts(received, self._groups)
+        self.received_weights = weights.squeeze(1)
+        if self.has_means:
+            return manager.all_to_all(received, sent)
+        return manager.all_gather(received, sent)
 
     def start_second(
         self, manager: DiLoCoManager, weights: Sequence[float], keeps_error: bool
@@ -116,12 +120,14 @@ class QuantizedBucket:
             return None
         gathered, own = self._second
         self._means = gathered.view(self._groups, -1)
-        decoded = self._scratch(self._groups)
+        scratch = self._scratch(self._groups)
         mean, rounded = self._scratch(2)
+        own_values = self._part(self.values, self._rank)
         for frame in self._frames:
-            exact = self._part(self.values, self._rank)[frame.elements]
+            exact = own_values[frame.elements]
             size = exact.numel()
-            parts = [part[:size] for part in self._decode(self._received, frame, decoded)]
+            decoded = self._decode(self._received, frame, scratch)
+            parts = [row[:size] for row in decoded]
             parts[self._rank] = exact
             mean[size:] = 0.0  # it is encoded too
             self._average(parts, mean[:size])
@@ -130,7 +136,8 @@ class QuantizedBucket:
             # another quorum, as the peer table says to all.
             if keeps_error and weights[self._rank]:
                 self._decode(own, frame, rounded)
-                torch.sub(mean[:size], rounded[:size], out=exact).mul_(self._total)
+                torch.sub(mean[:size], rounded[:size], out=exact)
+                exact.mul_(self._total)
         return manager.all_gather(gathered, own)
 
     def add_squares(self, squares: Squares) -> None:
@@ -140,9 +147,13 @@ class QuantizedBucket:
             squares: By the rank of the group that has sent it.
         """
         scratch = self._scratch()
-        for rank, part in enumerate(self._means if self.has_means else self._received):
-            for frame in self._frames if rank != self._rank else ():  # its own is as it was sent
-                squares.add([self._decode(part, frame, scratch)], [rank])
+        arrived = self._means if self.has_means else self._received
+        for rank, part in enumerate(arrived):
+            if rank == self._rank:
+                continue  # its own is as it was sent
+            for frame in self._frames:
+                decoded = self._decode(part, frame, scratch)
+                squares.add([decoded], [rank])
 
     def finish(self, error: Tensor | None) -> None:
         """Write the mean into ``values``, once all messages have arrived.
@@ -174,16 +185,16 @@ class QuantizedBucket:
                 if kept is not None:
                     sent = self._decode(self._sent[index], frame, scratch)
                     self._keep_error(own, sent, kept[frame.elements])
-                own.copy_(self._decode(self._means[index], frame, scratch)[: own.numel()])
+                mean = self._decode(self._means[index], frame, scratch)
+                own.copy_(mean[: own.numel()])
 
     def _take_mean_of_all(self, error: Tensor | None) -> None:
         """Average what one or two groups have sent, this one included."""
-        decoded = self._scratch(self._groups)
+        scratch = self._scratch(self._groups)
         for frame in self._frames:
             values = self.values[frame.elements]
-            parts = [
-                part[: values.numel()] for part in self._decode(self._received, frame, decoded)
-            ]
+            decoded = self._decode(self._received, frame, scratch)
+            parts = [row[: values.numel()] for row in decoded]
             if error is not None:  # before the mean is written over the values
                 self._keep_error(values, parts[self._rank], error[frame.elements])
             self._average(parts, values)
@@ -233,3 +244,9 @@ class QuantizedBucket:
 
     def _scratch(self, *rows: int) -> Tensor:
         return torch.empty(*rows, self._frames[0].size, device=self.values.device)
+
+
+def _weights_and_parts(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The weights of a message of so many rows, shape (count, 1), and what follows each: views."""
+    rows = message.view(count, -1)
+    return rows[:, :WEIGHT].view(torch.float32), rows[:, WEIGHT:]

@@ -92,13 +92,12 @@ class QuantizedMean(WeightedMean):
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
         size = min(self.division.bucket, several)
-        buckets = [
-            QuantizedBucket(values, groups, rank, self._format) for values in self._own.split(size)
-        ]
+        parts = self._own.split(size)
+        buckets = [QuantizedBucket(part, groups, rank, self._format) for part in parts]
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        num_bytes = sum(bucket.memory_bytes for bucket in buckets)
-        self._taken = self._message_memory.take(-(-num_bytes // 4))
-        memory = self._taken.view(torch.uint8)[:num_bytes]
+        memory_bytes = sum(bucket.memory_bytes for bucket in buckets)
+        self._taken = self._message_memory.take(-(-memory_bytes // 4))
+        memory = self._taken.view(torch.uint8)[:memory_bytes]
         self._exchange = Exchange(manager, buckets, self.contribution, memory)
         return [self._exchange]
 
@@ -221,7 +220,8 @@ class Exchange:
 
     def _measure(self, weights: Sequence[float]) -> None:
         received = torch.cat([bucket.received_weights for bucket in self.buckets])
-        is_equal = received.tolist() == [*weights] * len(self.buckets)
+        expected = [*weights] * len(self.buckets)
+        is_equal = received.tolist() == expected
         self.total = sum(weights) if is_equal else math.nan
         squares = Squares(len(weights))
         for bucket in self.buckets:
@@ -230,7 +230,8 @@ class Exchange:
         if self.buckets[0].has_means:
             self.norm = float(norms.norm())
         else:
-            self.norm = float(norms @ torch.tensor(weights).double()) / (self.total or 1.0)
+            weighted = norms @ torch.tensor(weights).double()
+            self.norm = float(weighted) / (self.total or 1.0)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

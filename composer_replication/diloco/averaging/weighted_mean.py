@@ -96,8 +96,9 @@ class WeightedMean:
             if not self._is_weighted:
                 squares.add(parts, [count + index for index in indices])
         sums = self._sums_of(squares.by_tensor())
-        norms = (division.sum(sums) if asks_ranks else sums).sqrt()
-        self.norm, self.sent_norm, self.moved, elements = norms.tolist()
+        if asks_ranks:
+            sums = division.sum(sums)
+        self.norm, self.sent_norm, self.moved, elements = sums.sqrt().tolist()
         self.moved_each = self.moved / (elements or 1.0)
         self.is_left_out = False
         self.is_gathered = False
@@ -121,10 +122,12 @@ class WeightedMean:
             squares: Those of the values by tensor, and then of what is sent if that is another.
         """
         copies = torch.tensor(self.division.copies, dtype=torch.float64)
-        values, sent = squares[: len(copies)] / copies, squares[-len(copies) :] / copies
+        values = squares[: len(copies)] / copies
+        sent = squares[-len(copies) :] / copies
         moved = torch.where(self.layout.are_parameters, values, 0.0)
-        elements = torch.where(moved > 0, torch.tensor(self.layout.sizes) / copies, 0.0)
-        return torch.stack([each.sum() for each in (values, sent, moved, elements)])
+        sizes = torch.tensor(self.layout.sizes) / copies
+        elements = torch.where(moved > 0, sizes, 0.0)
+        return torch.stack([values.sum(), sent.sum(), moved.sum(), elements.sum()])
 
     def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
         """Weight values that are at this place of the rank's share."""
@@ -141,13 +144,13 @@ class WeightedMean:
         works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
         squares = Squares(len(self.layout.sizes))
         self._squares = squares
-
-        def note_arrived(start: int) -> None:  # while later messages are on their way
-            self._add_squares(squares, slice(start, start + self.division.bucket))
-
-        starts = range(0, self._own.numel(), self.division.bucket)
-        pairs = zip(works, starts, strict=False)
-        return [*(Then(work, partial(note_arrived, start)) for work, start in pairs), works[-1]]
+        bucket = self.division.bucket
+        followed: list[Any] = []
+        for work, start in zip(works, range(0, self._own.numel(), bucket), strict=False):
+            # While later messages are on their way.
+            note_arrived = partial(self._add_squares, squares, slice(start, start + bucket))
+            followed.append(Then(work, note_arrived))
+        return [*followed, works[-1]]
 
     def _add_squares(self, squares: Squares, place: slice) -> None:
         pieces = self.layout.pieces(place)
@@ -173,7 +176,10 @@ class WeightedMean:
     def _arrived(self) -> tuple[float, float]:
         """Return the sum of the weights, and the norm of what this rank has of the mean."""
         total = float(self.messages[-1])
-        return total, math.sqrt(float(self.squares().sum())) / total if total else 0.0
+        if not total:
+            return 0.0, 0.0
+        norm = math.sqrt(float(self.squares().sum()))
+        return total, norm / total
 
     def doubt(self, metrics: Collection[GroupMetrics]) -> str:
         """Return what is wrong with the mean that has arrived; empty if nothing is.
@@ -207,16 +213,18 @@ class WeightedMean:
         """
         self.is_gathered = True
         squares = torch.zeros(manager.num_participants(), device=self.device)
-        for message in self.messages[:-1]:
-            for rank, part in enumerate(self._gather_message(manager, message)):
+        *of_values, of_weight = self.messages
+        for message in of_values:
+            gathered = self._gather_message(manager, message)
+            for rank, part in enumerate(gathered):
                 squares[rank] += torch.dot(part, part)
         norms = squares.sqrt().tolist()
-        weights = self._gather_message(manager, self.messages[-1]).flatten().tolist()
+        weights = self._gather_message(manager, of_weight).flatten().tolist()
         unsound = set(range(len(norms)))
         for rank, group in metrics.items():
             weight = group.contribution if self._is_weighted else 1.0
-            is_short = norms[rank] <= self.SLACK * (group.sent_norm + UNSEEN) * weight
-            if is_short and weights[rank] == group.contribution:
+            longest = self.SLACK * (group.sent_norm + UNSEEN) * weight
+            if norms[rank] <= longest and weights[rank] == group.contribution:
                 unsound.remove(rank)
         return unsound
 

@@ -63,18 +63,23 @@ class Int8(WireFormat):
     def encode(self, values: Tensor, into: Tensor) -> None:
         scales, codes = self._split(into)
         blocks = values.view(-1, self._block)
-        torch.div(blocks.abs().amax(1), on(values.device, 127.0), out=scales)
+        largest = blocks.abs().amax(1)
+        torch.div(largest, on(values.device, 127.0), out=scales)
         scales.clamp_(min=SMALLEST)
-        codes.copy_(blocks.div(scales.unsqueeze(1)).round_().view(-1))
+        rounded = blocks.div(scales.unsqueeze(1)).round_()
+        codes.copy_(rounded.view(-1))
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         scales, codes = self._split(encoded)
         into.copy_(codes)
-        into.unflatten(-1, (-1, self._block)).mul_(scales.unsqueeze(-1))
+        blocks = into.unflatten(-1, (-1, self._block))
+        blocks.mul_(scales.unsqueeze(-1))
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        end = 4 * (encoded.shape[-1] // (self._block + 4))
-        return encoded[..., :end].view(torch.float32), encoded[..., end:].view(torch.int8)
+        num_blocks = encoded.shape[-1] // (self._block + 4)
+        scales = encoded[..., : 4 * num_blocks]
+        codes = encoded[..., 4 * num_blocks :]
+        return scales.view(torch.float32), codes.view(torch.int8)
 
 
 class Fp4(WireFormat):
@@ -88,39 +93,53 @@ class Fp4(WireFormat):
     """
 
     name = "fp4"
-    _block, _header = SIZES["fp4"].block, SIZES["fp4"].header
+    _block = SIZES["fp4"].block
+    _header = SIZES["fp4"].header
     _largest = 7.0
     _scale_shift = 20  # of fp32's 23 bits of mantissa, 3 are kept
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(into)
         blocks = values.view(-1, self._block)
-        bits = blocks.abs().amax(1).clamp_(min=SMALLEST).view(torch.int32)
+        largest = blocks.abs().amax(1).clamp_(min=SMALLEST)
         # Each block's scale: its largest magnitude, rounded up.
-        rounded = bits.add_(2**self._scale_shift - 1).bitwise_right_shift_(self._scale_shift)
-        torch.sub(rounded.amax(0, keepdim=True), 255, out=head)
-        rounded = torch.maximum(rounded, head, out=rounded)
-        torch.sub(rounded, head, out=scales)
-        scale = rounded.bitwise_left_shift_(self._scale_shift).view(torch.float32)
+        bits = largest.view(torch.int32)
+        bits.add_(2**self._scale_shift - 1)
+        bits.bitwise_right_shift_(self._scale_shift)
+        torch.sub(bits.amax(0, keepdim=True), 255, out=head)
+        torch.maximum(bits, head, out=bits)
+        torch.sub(bits, head, out=scales)
+        bits.bitwise_left_shift_(self._scale_shift)
         # On every device as ``largest / scale`` is on a CPU, which rounds twice.
-        factors = scale.reciprocal_().mul_(self._largest).unsqueeze(1)
-        low, high = blocks.mul(factors).round_().to(torch.int8).view(2, -1)
-        torch.bitwise_or(high.bitwise_left_shift_(4), low.bitwise_and_(15), out=codes)
+        factors = bits.view(torch.float32).reciprocal_()
+        factors.mul_(self._largest)
+        rounded = blocks.mul(factors.unsqueeze(1)).round_()
+        low, high = rounded.to(torch.int8).view(2, -1)
+        high.bitwise_left_shift_(4)
+        low.bitwise_and_(15)
+        torch.bitwise_or(high, low, out=codes)
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(encoded)
-        bits = scales.int().add_(head).bitwise_left_shift_(self._scale_shift)
-        factors = bits.view(torch.float32).div_(on(bits.device, self._largest))
+        bits = scales.int().add_(head)
+        bits.bitwise_left_shift_(self._scale_shift)
+        factors = bits.view(torch.float32)
+        factors.div_(on(bits.device, self._largest))
         # Both halves of each byte, with their signs.
-        shifts = on(bits.device, 4, 0, dtype=torch.int8).unsqueeze(1)
-        halves = codes.unsqueeze(-2).bitwise_left_shift(shifts).bitwise_right_shift_(4)
+        shifts = on(bits.device, 4, 0, dtype=torch.int8)
+        halves = codes.unsqueeze(-2).bitwise_left_shift(shifts.unsqueeze(1))
+        halves.bitwise_right_shift_(4)
         into.unflatten(-1, (2, -1)).copy_(halves)
-        into.unflatten(-1, (-1, self._block)).mul_(factors.unsqueeze(-1))
+        blocks = into.unflatten(-1, (-1, self._block))
+        blocks.mul_(factors.unsqueeze(-1))
 
     def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        blocks = (encoded.shape[-1] - self._header) // (self._block // 2 + 1)
-        head, rest = encoded[..., : self._header].view(torch.int32), encoded[..., self._header :]
-        return head, rest[..., :blocks], rest[..., blocks:].view(torch.int8)
+        head = encoded[..., : self._header]
+        rest = encoded[..., self._header :]
+        num_blocks = rest.shape[-1] // (self._block // 2 + 1)
+        scales = rest[..., :num_blocks]
+        codes = rest[..., num_blocks:]
+        return head.view(torch.int32), scales, codes.view(torch.int8)
 
 
 @functools.cache
