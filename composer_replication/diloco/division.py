@@ -113,10 +113,14 @@ class Division:
                 "pass the process group of all ranks of this replica group as ranks"
             )
         self.copies = [size // count if are_held else 1 for count in counts]
-        # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not be able
-        # to reduce tensors there.
-        sharded = (t.device_mesh.device_type for t in tensors if isinstance(t, DTensor))
-        self._device = torch.device(next(sharded, None) or next((t.device for t in tensors), "cpu"))
+        device = tensors[0].device if tensors else "cpu"
+        for tensor in tensors:
+            if isinstance(tensor, DTensor):
+                # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not
+                # be able to reduce tensors there.
+                device = tensor.device_mesh.device_type
+                break
+        self._device = torch.device(device)
 
         self.bucket = BUCKET
         self.whole_sizes = [held_tensor(tensor).numel() for tensor in tensors]
@@ -124,9 +128,9 @@ class Division:
         # Shards are one share: each rank has another one, and all of it.
         self.num_shares = 1 if are_held else size
         place = 0 if are_held else self._rank
-        share = -(-self._firsts[-1] // self.num_shares)
+        share = _divided(self._firsts[-1], self.num_shares)
         if self.num_shares > 1:
-            share = -(-share // self.ALIGNMENT) * self.ALIGNMENT
+            share = _divided(share, self.ALIGNMENT) * self.ALIGNMENT
         self._share = share
         self.padded = share * self.num_shares
         self.start = place * share
@@ -136,9 +140,10 @@ class Division:
 
     def _part(self, index: int, rank: int) -> slice:
         """The elements of a tensor that are in the share of a rank."""
-        first, size = self._firsts[index], self.whole_sizes[index]
-        bounds = (rank * self._share - first, (rank + 1) * self._share - first)
-        return slice(*(max(0, min(size, bound)) for bound in bounds))
+        size = self.whole_sizes[index]
+        begin = rank * self._share - self._firsts[index]
+        end = begin + self._share
+        return slice(max(0, min(size, begin)), max(0, min(size, end)))
 
     def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
@@ -171,7 +176,9 @@ class Division:
 
         DDP does that before the next forward pass only, and FSDP2 never.
         """
-        for tensor in tensors if self._ranks is not None else ():
+        if self._ranks is None:
+            return
+        for tensor in tensors:
             values = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
             torch.distributed.broadcast(values, group=self._ranks, group_src=0)
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
@@ -224,4 +231,10 @@ class Division:
         digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8)
         table = torch.zeros(self._ranks.size(), digest.numel(), dtype=torch.uint8)
         table[self._rank] = digest  # the others add zeros
-        return hashlib.sha256(self.sum(table).cpu().numpy().data).hexdigest()
+        digests = self.sum(table).cpu()
+        return hashlib.sha256(digests.numpy().data).hexdigest()
+
+
+def _divided(count: int, by: int) -> int:
+    """Divide, and round up."""
+    return -(-count // by)

@@ -76,10 +76,13 @@ class _ContentWriter(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
+            kind = str(value.dtype)
             numbers = value.detach().flatten()[:MAX_NUMBERS].cpu().contiguous()
-            kind, content = str(value.dtype), numbers.view(torch.uint8).numpy().tobytes()
+            content = numbers.view(torch.uint8).numpy().tobytes()
         elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            kind, content = value.dtype.str, value.tobytes()
+            kind = value.dtype.str
+            content = value.tobytes()
         else:
             return NotImplemented
-        return bytes, (f"{kind} {[*value.shape]} ".encode() + content,)
+        head = f"{kind} {[*value.shape]} "
+        return bytes, (head.encode() + content,)

@@ -70,7 +70,11 @@ class Packed:
                 f"weight_by={weight_by!r} but no {weight_by} were counted: call "
                 f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
             )
-        return float({"uniform": 1, "steps": self.inner_steps}.get(weight_by, self.samples))
+        if weight_by == "uniform":
+            return 1.0
+        if weight_by == "steps":
+            return float(self.inner_steps)
+        return float(self.samples)
 
 
 @dataclass
@@ -214,9 +218,11 @@ class FragmentSync:
         contribution = packed.contribution(self._settings.weight_by)
         # ``odd``, as a difference of two zeros: the mean of the others, or the first group's value.
         self.globals.pack(self.mean, local, odd, contribution)
-        if self.mean.contribution and (odd_here - odd_globally):
-            names = [n for i, n in enumerate(self.globals.theta) if i in odd_here - odd_globally]
-            log.warning("Not finite in this group, and left out: %s", listed(names))
+        odd_here_alone = odd_here - odd_globally
+        if self.mean.contribution and odd_here_alone:
+            names = [*self.globals.theta]
+            left_out = listed([names[index] for index in sorted(odd_here_alone)])
+            log.warning("Not finite in this group, and left out: %s", left_out)
         if not is_joining:
             self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
 
@@ -283,11 +289,13 @@ class FragmentSync:
         Returns:
             The ranks left out.
         """
-        manager, unsound = self._manager, set[int]()
+        manager = self._manager
+        unsound: set[int] = set()
         if not manager.errored():
             unsound = self.mean.find_unsound(manager, sound)
-        found = (float(rank in unsound) for rank in range(manager.num_participants()))
-        left_out = {rank for rank, part in enumerate(self.globals.mean_over_ranks(*found)) if part}
+        found = [float(rank in unsound) for rank in range(manager.num_participants())]
+        of_all_ranks = self.globals.mean_over_ranks(*found)
+        left_out = {rank for rank, part in enumerate(of_all_ranks) if part}
         if not manager.errored():
             kept = {rank: group for rank, group in sound.items() if rank not in left_out}
             self.mean.sum_sound(manager, kept)

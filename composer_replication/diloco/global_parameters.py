@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -75,16 +75,18 @@ class GlobalParameters:
         averaged = {name: t for name, t in buffers.items() if has_mean(t)}
         self.averaged = parameters | averaged
         self.copied = CopiedBuffers(averaged | buffers)
+        self.num_parameters = len(parameters)
+        self.averaged_buffers = range(len(parameters), len(self.averaged))
         held = {name: held_tensor(tensor) for name, tensor in self.averaged.items()}
+        self.shapes = {name: tensor.shape for name, tensor in held.items()}
         self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
         resting = backup_device or self.device
-        self.shapes = {name: tensor.shape for name, tensor in held.items()}
+        rests_elsewhere = resting.type != self.device.type
         self.division = division_of(self.averaged.values())
         self.theta_division = self.division
         # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
         if self.division.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
             self.theta_division = Division(held.values())
-        rests_elsewhere = resting.type != self.device.type
         make_layout = functools.partial(
             Layout,
             self.division,
@@ -98,29 +100,19 @@ class GlobalParameters:
             self._whole_layout = make_layout(whole=True)
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
         self.flat = resting_memory(sum(self.theta_division.sizes), resting, rests_elsewhere)
+        self.theta: dict[str, nn.Parameter] = {}
+        parts = self.theta_division.own(held.values())
         with torch.no_grad():
-            pairs = zip(self.views(self.flat), self.theta_division.own(held.values()), strict=True)
-            views = [nn.Parameter(view.copy_(part.view(view.shape))) for view, part in pairs]
-        self.theta = dict(zip(held, views, strict=True))
-        owned = [self.theta[name] for name in parameters]
+            for name, view, part in zip(held, self.views(self.flat), parts, strict=True):
+                view.copy_(part.view(view.shape))
+                self.theta[name] = nn.Parameter(view)
         self._momentum_norm: float | None = None
         """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
         """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
-        self.num_parameters = len(parameters)
-        self.averaged_buffers = range(len(parameters), len(self.averaged))
+        owned = [self.theta[name] for name in parameters]
         self.optimizer = outer_optimizer(owned)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"outer_optimizer returned {type(self.optimizer).__name__}: return a "
-                "torch.optim.Optimizer over the parameters it is given"
-            )
-        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if {id(p) for p in stepped} != {id(p) for p in owned}:
-            raise ValueError(
-                "outer_optimizer built an optimizer over other parameters than the global ones it "
-                "was given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
-            )
+        _check_is_over(self.optimizer, owned)
         if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
             self._keep_momentum()  # now: what does not fit into memory is to fail at the start
 
@@ -190,8 +182,8 @@ class GlobalParameters:
         unmoved = self._unmoved(squares.by_tensor(), deltas)
         parameters = [*self.theta.values()]
         deltas = self.views(deltas.to(self.flat.device))
-        for theta, delta in islice(zip(parameters, deltas, strict=True), self.num_parameters):
-            theta.grad = delta
+        for index in range(self.num_parameters):
+            parameters[index].grad = deltas[index]
         for index in self.averaged_buffers:
             parameters[index].sub_(deltas[index])
         for index in unmoved:  # it would be moved by weight decay, or by old momentum
@@ -206,15 +198,17 @@ class GlobalParameters:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
         has_moved = squares.bool().double()
         parts = sums.split(self.theta_division.sizes)
-        for index in has_moved.logical_not().nonzero().flatten().tolist():
+        zeros = has_moved.logical_not().nonzero().flatten()
+        for index in zeros.tolist():
             has_moved[index] = float(parts[index].any())  # fp32 has no squares of 1e-30
         ranks = self.theta_division.sum(has_moved).tolist()
         return [index for index in range(self.num_parameters) if not ranks[index]]
 
     def _note_norms(self, squares: Tensor, **more: float) -> None:
         copies = self.theta_division.copies
+        mean = _norm(squares, copies)
         of_parameters = squares.where(self.layout.are_parameters, 0.0)
-        self._step_norms = StepNorms(_norm(squares, copies), _norm(of_parameters, copies), **more)
+        self._step_norms = StepNorms(mean, _norm(of_parameters, copies), **more)
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
@@ -251,8 +245,9 @@ class GlobalParameters:
             weight: This group's contribution.
         """
         own = self.flat
-        if self.division is not self.theta_division:
-            own = own[self.division.start :][: self.layout.num_elements]
+        if self.division is not self.theta_division:  # theta has all, and the message a share
+            start = self.division.start
+            own = own[start : start + self.layout.num_elements]
 
         def write(chunk: Chunk, into: Tensor) -> None:
             values = into[chunk.place]
@@ -262,15 +257,13 @@ class GlobalParameters:
             views, parts = chunk.pairs(local, values)
             if values.device.type == "cpu" and chunk.dtype == torch.float32:
                 # A pass over memory less than where they are gathered first.
-                owns = theta.split(chunk.pieces.sizes)
-                for own_part, part, view in zip(owns, parts, views, strict=True):
-                    is_scattered = part.dim() > 1
-                    part_of_theta = own_part.view(part.shape) if is_scattered else own_part
-                    pseudo_gradient(part_of_theta, part, view)
+                of_theta = theta.split(chunk.pieces.sizes)
+                for own_part, part, view in zip(of_theta, parts, views, strict=True):
+                    pseudo_gradient(own_part.view(view.shape), part, view)
             else:
                 chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
-            for index, view in zip(chunk.pieces.indices, views, strict=True) if odd else ():
+            for index, view in zip(chunk.pieces.indices, views, strict=True):
                 if index in odd:
                     view.zero_()
 
@@ -305,18 +298,20 @@ class GlobalParameters:
 
     def _gather(self, mean: WeightedMean) -> Tensor:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
-        mean.flat[self.division.start :][: self.flat.numel()] = self.flat
+        start = self.division.start
+        mean.flat[start : start + self.flat.numel()] = self.flat
         self.division.gather(mean.flat)
         return mean.flat
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        pairs = zip(self.theta.values(), self.theta_division.own(self.held()), strict=False)
-        return any(
-            not torch.equal(own, theta.view(-1).to(own.device, own.dtype))
-            for theta, own in islice(pairs, self.num_parameters)
-        )
+        parts = self.theta_division.own(self.held())
+        pairs = zip(self.theta.values(), parts, strict=False)
+        for theta, own in islice(pairs, self.num_parameters):
+            if not torch.equal(own, theta.view(-1).to(own.device, own.dtype)):
+                return True
+        return False
 
     # ---- by name, and by rank --------------------------------------------------------------------
 
@@ -351,7 +346,7 @@ class GlobalParameters:
         """Each tensor in a buffer that has the shares of all ranks, in its shape."""
         sizes = self.division.whole_sizes
         parts = flat[: sum(sizes)].split(sizes)
-        return [part.view(s) for part, s in zip(parts, self.shapes.values(), strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
         """Return all of a global tensor. If ranks share it, this gathers it: a collective.
@@ -365,7 +360,9 @@ class GlobalParameters:
         own = self.theta[name].detach() if part is None else part
         if not self.is_shared:
             return own
-        return self.theta_division.whole(list(self.theta).index(name), own).view(self.shapes[name])
+        index = list(self.theta).index(name)
+        whole = self.theta_division.whole(index, own)
+        return whole.view(self.shapes[name])
 
     def not_finite(self, local: Sequence[Tensor] = ()) -> tuple[set[int], set[int]]:
         """The averaged buffers, by index, that are not finite and so have no mean.
@@ -379,18 +376,15 @@ class GlobalParameters:
             Those that are not finite globally, and those that are not in ``local``.
         """
         buffers = self.averaged_buffers
-        odd = torch.zeros(2, len(buffers), dtype=torch.float64)
         if not buffers:
             return set(), set()
+        odd = torch.zeros(2, len(buffers), dtype=torch.float64)
         for row, tensors in zip(odd, ([*self.theta.values()], local), strict=True):
             if tensors:
                 finite = torch.stack([tensors[index].isfinite().all() for index in buffers])
                 row += finite.logical_not().cpu()
-        globally, locally = (
-            {index for index, count in zip(buffers, counts, strict=True) if count}
-            for counts in self.division.sum(odd).tolist()
-        )
-        return globally, locally
+        globally, locally = self.division.sum(odd).tolist()
+        return set(compress(buffers, globally)), set(compress(buffers, locally))
 
     @torch.no_grad()
     def take_buffers(self, averaged: Iterable[int]) -> None:
@@ -399,10 +393,13 @@ class GlobalParameters:
         Args:
             averaged: Of the buffers that are averaged, those to take over too, by index.
         """
-        received, theta = self.copied.take(), [*self.theta.values()]
+        received = self.copied.take()
+        parameters = [*self.theta.values()]
         for index in averaged:
-            own = self.theta_division.part_of(index, received[index - self.num_parameters])
-            theta[index].copy_(own.view(theta[index].shape))
+            theta = parameters[index]
+            buffer = received[index - self.num_parameters]
+            own = self.theta_division.part_of(index, buffer)
+            theta.copy_(own.view(theta.shape))
 
     def level_buffers(self) -> None:
         """Give all ranks of the group the same buffers."""
@@ -497,20 +494,23 @@ class GlobalParameters:
         return StepNorms._make([*self.theta_division.norms(own), decay])
 
     def _own_momentum_norm(self) -> float:
-        if self._momentum_norm is None:
-            squares = Squares(len(self.theta))
-            for index, theta in enumerate(self.theta.values()):
-                buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-                if buffer is not None:
-                    squares.add([buffer.view(-1)], [index])
-            self._momentum_norm = _norm(squares.by_tensor(), self.theta_division.copies)
+        if self._momentum_norm is not None:
+            return self._momentum_norm
+        squares = Squares(len(self.theta))
+        for index, theta in enumerate(self.theta.values()):
+            buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+            if buffer is not None:
+                squares.add([buffer.view(-1)], [index])
+        self._momentum_norm = _norm(squares.by_tensor(), self.theta_division.copies)
         return self._momentum_norm
 
 
 def _rounded(values: Tensor, dtype: torch.dtype, memory: Tensor) -> Tensor:
     """Round values to another dtype, in this memory if it is large enough."""
     room = memory.view(dtype)[: values.numel()]
-    return room.copy_(values) if room.numel() == values.numel() else values.to(dtype)
+    if room.numel() < values.numel():
+        return values.to(dtype)
+    return room.copy_(values)
 
 
 def _norm(squares: Tensor, copies: Sequence[int]) -> float:
@@ -525,6 +525,23 @@ def _check_dtypes(parameters: Mapping[str, Tensor]) -> None:
                 f"parameter {name} is float64, and groups average in float32: convert the model "
                 "with model.float(), before its optimizer is built"
             )
+
+
+def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:
+    """Check that the outer optimizer moves the global parameters, and nothing else."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"outer_optimizer returned {type(optimizer).__name__}: return a torch.optim.Optimizer "
+            "over the parameters it is given"
+        )
+    stepped: set[int] = set()
+    for group in optimizer.param_groups:
+        stepped.update(map(id, group["params"]))
+    if stepped != set(map(id, owned)):
+        raise ValueError(
+            "outer_optimizer built an optimizer over other parameters than the global ones it was "
+            "given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
+        )
 
 
 def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -79,7 +80,9 @@ class GlobalState:
 
         Where each rank holds a share, a look-up gathers the tensor: a collective of the ranks.
         """
-        homes = {name: fragment for fragment in self._fragments for name in fragment.tensors}
+        homes: dict[str, GlobalParameters] = {}
+        for fragment in self._fragments:
+            homes |= dict.fromkeys(fragment.tensors, fragment)
         return GlobalTensors(homes)
 
     def digest(self) -> str:
@@ -116,13 +119,14 @@ class GlobalState:
         downloads the state, and sends them in the joiner's quorum.
         """
         version = self.version
-        if self._digests[0] != version:
-            digests = [digest_of_tensors(fragment.tensors) for fragment in self._fragments]
-            if self.version != version:
-                # This is a thread that serves joiners, and an outer step has come between.
-                return digests
+        known_of, digests = self._digests
+        if known_of == version:
+            return digests
+        digests = [digest_of_tensors(fragment.tensors) for fragment in self._fragments]
+        # If not, this is a thread that serves joiners, and an outer step has come between.
+        if self.version == version:
             self._digests = version, digests
-        return self._digests[1]
+        return digests
 
     # ---- for the threads that serve joiners ---------------------------------------------------
 
@@ -190,9 +194,11 @@ class GlobalState:
 
     def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """``state_dict`` of all ranks. With shares it is a collective of them."""
-        state = self.state_dict(copies=copies and not self._fragments[0].is_shared)
+        is_shared = self._fragments[0].is_shared  # then what is gathered is a copy
+        state = self.state_dict(copies=copies and not is_shared)
         pairs = zip(self._fragments, state["fragments"], strict=True)
-        return state | {"fragments": [gather(fragment, own) for fragment, own in pairs]}
+        whole = [gather(fragment, own) for fragment, own in pairs]
+        return state | {"fragments": whole}
 
     @contextmanager
     def outer_step_of(self, synced_samples: Iterable[SyncedSamples]) -> Iterator[None]:
@@ -212,12 +218,13 @@ class GlobalState:
             self._is_in_outer_step = False  # after an error it stays: see ``state_dict``
 
     def _follow_schedule(self) -> None:
-        before, step = self._fragments[0].optimizer.param_groups[0], self.outer_step + 1
-        numbers = self._settings.outer_numbers_at(step)
-        if numbers[:2] != (before["lr"], before["momentum"]):
-            log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, *numbers[:2])
+        before = self._fragments[0].optimizer.param_groups[0]
+        step = self.outer_step + 1
+        lr, momentum, nesterov = self._settings.outer_numbers_at(step)
+        if (lr, momentum) != (before["lr"], before["momentum"]):
+            log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, lr, momentum)
         for fragment in self._fragments:
-            fragment.follow(*numbers)
+            fragment.follow(lr, momentum, nesterov)
 
     def stage(self, state_dict: dict[str, Any]) -> None:
         """Copy and hash another group's state now, so that ``take_over`` need not.
@@ -232,7 +239,8 @@ class GlobalState:
         self.forget_staged()  # frees its memory before the next one is allocated
         saved = state_dict["fragments"]
         try:
-            numbers = [copy_numbers(*pair) for pair in zip(self._fragments, saved, strict=True)]
+            pairs = zip(self._fragments, saved, strict=True)
+            numbers = [copy_numbers(fragment, state) for fragment, state in pairs]
         except ValueError:
             return
         digests = [digest_of_tensors(each["theta"]) for each in saved]
@@ -327,7 +335,8 @@ def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Number
     if globals_.flat.device.type != "cpu":
         return None
     is_pinned = globals_.flat.is_pinned()
-    flat, momentum = (torch.empty_like(globals_.flat, pin_memory=is_pinned) for _ in range(2))
+    flat = torch.empty_like(globals_.flat, pin_memory=is_pinned)
+    momentum = torch.empty_like(globals_.flat, pin_memory=is_pinned)
     _copy(state, globals_, globals_.views(flat), globals_.views(momentum))
     return flat, momentum
 
@@ -394,9 +403,13 @@ def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
     """
     index = {name: position for position, name in enumerate(globals_.theta)}
     if globals_.is_shared:
-        whole = {name: torch.empty(s, device="meta") for name, s in globals_.shapes.items()}
+        whole = {name: torch.empty(shape, device="meta") for name, shape in globals_.shapes.items()}
         _check(state, whole | globals_.copied.values)
-    return _each_tensor(globals_, state, lambda n, t: globals_.theta_division.part_of(index[n], t))
+
+    def own_part(name: str, tensor: Tensor) -> Tensor:
+        return globals_.theta_division.part_of(index[name], tensor)
+
+    return _each_tensor(globals_, state, own_part)
 
 
 def _each_tensor(
@@ -404,26 +417,28 @@ def _each_tensor(
 ) -> dict[str, Any]:
     if not globals_.is_shared:
         return state
-    names, optimizer = list(globals_.theta), state["optimizer"]
-    momentum = {
-        index: {k: change(names[index], v) if isinstance(v, Tensor) else v for k, v in own.items()}
-        for index, own in optimizer["state"].items()
-    }
-    theta = {n: change(n, t) if n in globals_.theta else t for n, t in state["theta"].items()}
-    return state | {"theta": theta, "optimizer": optimizer | {"state": momentum}}
+    names = list(globals_.theta)
+    theta = dict(state["theta"])
+    for name in names:
+        theta[name] = change(name, theta[name])
+    optimizer = dict(state["optimizer"])
+    optimizer["state"] = {}
+    for index, own in state["optimizer"]["state"].items():
+        changed = tree_map_only(Tensor, functools.partial(change, names[index]), own)
+        optimizer["state"][index] = changed
+    return state | {"theta": theta, "optimizer": optimizer}
 
 
 def _check(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     for name, tensor in own.items():
         received = state["theta"].get(name)
-        if received is None or (received.shape, received.dtype) != (tensor.shape, tensor.dtype):
-            what = (
-                "is missing" if received is None else f"is {received.dtype} {tuple(received.shape)}"
-            )
+        expected = f"{tensor.dtype} {tuple(tensor.shape)}"
+        found = None if received is None else f"{received.dtype} {tuple(received.shape)}"
+        if found != expected:
+            what = "is missing" if found is None else f"is {found}"
             raise ValueError(
                 f"global parameter {name} of a saved or received state {what}, and here it is "
-                f"{tensor.dtype} {tuple(tensor.shape)}: it is another model's state, or has "
-                "other fragments"
+                f"{expected}: it is another model's state, or has other fragments"
             )
 
 

@@ -75,9 +75,13 @@ def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
         groups: The metrics of the groups in a sync, by rank in the quorum.
     """
     sent = {rank: group for rank, group in groups.items() if group.contribution > 0.0}
-    found = {}
-    for rank, group in sent.items() if len(sent) > 1 else ():
-        others = [other for each, other in sent.items() if each != rank or len(sent) > 2]
+    found: dict[int, str] = {}
+    if len(sent) < 2:
+        return found
+    for rank, group in sent.items():
+        others = [*sent.values()]
+        if len(others) == 2:
+            others.remove(group)
         moved = median_low(other.moved for other in others)
         step = median_low(other.moved_a_step for other in others)
         usual = BEYOND * group.usual_pace
@@ -85,9 +89,11 @@ def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
             usual = BEYOND_AT_FIRST * median_low(other.pace for other in others)
         is_beyond = group.moved > BEYOND * moved and group.moved_a_step > BEYOND * step
         if moved > UNSEEN and is_beyond and group.pace > usual:
+            times = group.moved_a_step / step
+            whose = "most groups" if len(sent) > 2 else "the other group"
             found[rank] = (
-                f"its pseudo-gradient is {group.moved_a_step / step:.3g} times as long per inner "
-                f"step as that of {'most groups' if len(sent) > 2 else 'the other group'}"
+                f"its pseudo-gradient is {times:.3g} times as long per inner step as that of "
+                f"{whose}"
             )
     return found
 
@@ -139,11 +145,18 @@ def learning_rate(*optimizers: Optimizer) -> float | Tensor:
 
     It stays a tensor on an accelerator, for which an inner step does not wait.
     """
-    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    rates = [rate for group in groups if (rate := group.get("lr")) is not None]
-    if there := [t.detach() for t in rates if isinstance(t, Tensor) and t.device.type != "cpu"]:
+    there: list[Tensor] = []
+    here: list[float] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor) and rate.device.type != "cpu":
+                there.append(rate.detach())
+            elif rate is not None:
+                here.append(float(rate))
+    if there:
         return torch.stack(there).max()
-    return max(map(float, rates), default=1.0)
+    return max(here, default=1.0)
 
 
 class StepNorms(NamedTuple):
@@ -170,11 +183,12 @@ class StepNorms(NamedTuple):
         It needs no pass over memory: from ``momentum = decay * momentum_before + mean`` follows the
         product of the two on the right (ADR-033). None: there was no momentum.
         """
-        product = self.decay * self.momentum_before * self.stepped
+        decayed = self.decay * self.momentum_before
+        product = decayed * self.stepped
         if not product > 0.0:
             return None
-        squares = self.momentum**2 - (self.decay * self.momentum_before) ** 2 - self.stepped**2
-        return _cosine(squares / (2 * product))
+        twice_the_product = self.momentum**2 - decayed**2 - self.stepped**2
+        return _cosine(twice_the_product / (2 * product))
 
 
 def directions(metrics: Sequence[GroupMetrics], mean_norm: float) -> dict[str, float | None]:
@@ -192,10 +206,13 @@ def directions(metrics: Sequence[GroupMetrics], mean_norm: float) -> dict[str, f
         a pseudo-gradient, so there is nothing to compare.
     """
     total = sum(group.contribution for group in metrics)
-    squares = products = mean_of_norms = 0.0
+    squares = 0.0
+    products = 0.0
+    mean_of_norms = 0.0
     for group in metrics:
         norm = group.contribution / total * group.norm if group.norm > 0.0 else 0.0
-        squares, products = squares + norm**2, products + mean_of_norms * norm
+        squares += norm**2
+        products += mean_of_norms * norm
         mean_of_norms += norm
     if not products > 0.0:
         return {"group_cosine": None, "mean_norm_ratio": None}

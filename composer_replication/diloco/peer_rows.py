@@ -69,8 +69,9 @@ class PeerRow(NamedTuple):
             samples=SyncedSamples(*sent_row.samples),
             digests=tuple(map(int, sent_row.digests)),
         )
-        if odd := ", ".join(_odd(decoded)):
-            raise ValueError(f"its row in the peer table has {odd}")
+        odd = [*_odd(decoded)]
+        if odd:
+            raise ValueError(f"its row in the peer table has {', '.join(odd)}")
         return decoded
 
 
@@ -80,10 +81,10 @@ _TYPES: dict[Any, Any] = {bool: "?", int: "<i8", float: "<f4"}
 def _dtype(kind: Any, num_digests: int = 0) -> np.dtype:
     """The fields of a NamedTuple with their types, in their order and without gaps."""
     types = _TYPES | {tuple[int, ...]: ("<i8", (num_digests,))}
-    hints = get_type_hints(kind).items()
-    return np.dtype(
-        [(name, types[hint] if hint in types else _dtype(hint)) for name, hint in hints]
-    )
+    fields = []
+    for name, hint in get_type_hints(kind).items():
+        fields.append((name, types[hint] if hint in types else _dtype(hint)))
+    return np.dtype(fields)
 
 
 ROW = _dtype(PeerRow).itemsize
@@ -149,10 +150,12 @@ def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[Difference]:
     """
     steps = {rank: row.outer_step for rank, row in rows.items()}
     yield from _compare(rows, steps, "the outer step")
-    for fragment, _ in enumerate(next(iter(rows.values())).digests):
-        digests = {rank: row.digests[fragment] for rank, row in rows.items()}
-        # A group for which no digest was due has sent none.
-        sent = {rank: digest for rank, digest in digests.items() if digest}
+    num_fragments = len(next(iter(rows.values())).digests)
+    for fragment in range(num_fragments):
+        sent = {}
+        for rank, row in rows.items():
+            if row.digests[fragment]:  # a group for which no digest was due has sent none
+                sent[rank] = row.digests[fragment]
         yield from _compare(rows, sent, f"the global parameters of {fragment=}")
 
 
@@ -164,10 +167,10 @@ def _compare(
     # A group that has just been healed holds a copy, which is no evidence of what is right.
     trusted = [value for rank, value in held.items() if not rows[rank].was_healed]
     most, count = Counter(trusted or held.values()).most_common(1)[0]
-    has_majority = 2 * count > len(trusted)
-    yield Difference(
-        [rank for rank, value in held.items() if not has_majority or value != most], what
-    )
+    ranks = [*held]
+    if 2 * count > len(trusted):  # there is a majority
+        ranks = [rank for rank, value in held.items() if value != most]
+    yield Difference(ranks, what)
 
 
 def equal_samples(

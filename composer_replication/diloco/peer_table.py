@@ -175,7 +175,8 @@ class PeerTable:
     def _doubt(self, sound: Mapping[int, GroupMetrics], faults: Mapping[int, str]) -> str:
         """Return what is not sound of what has arrived; empty if nothing is, or this sync fails."""
         names = self._names
-        if self._manager.errored() or len(names) < max(2, self._manager._min_replica_size):
+        needed = max(2, self._manager._min_replica_size)
+        if self._manager.errored() or len(names) < needed:
             return ""
         doubts = [f"replica group {names[rank]}: {fault}" for rank, fault in faults.items()]
         return ", ".join(doubts) or self._mean.doubt(sound.values())

@@ -19,22 +19,24 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         loop: The outer loop of this group.
         copies: Whether to copy the tensors.
     """
-    state, fragments = loop.state, loop.fragments
+    state = loop.state
+    since_sync = []
+    residual: dict[str, Tensor] = {}
+    for fragment in loop.fragments:
+        counted = fragment.unsynced
+        rates = float(counted.learning_rates)
+        since_sync.append([counted.inner_steps, counted.samples, rates])
+        residual |= _residual(fragment)
+    if copies:
+        residual = {name: tensor.clone() for name, tensor in residual.items()}
     return state.whole_state_dict(copies=copies) | {
-        "since_sync": [
-            [each.unsynced.inner_steps, each.unsynced.samples, float(each.unsynced.learning_rates)]
-            for each in fragments
-        ],
+        "since_sync": since_sync,
         "reading": state.ledger.local_state(),
         "in_flight": _in_flight(loop.in_flight),
         "inner_steps": loop.inner_steps,
         "round_length": loop.round_length.state_dict(),
         "usual_pace": loop.usual_pace.state_dict(),
-        "residual": {
-            name: tensor.clone() if copies else tensor
-            for fragment in fragments
-            for name, tensor in _residual(fragment).items()
-        },
+        "residual": residual,
     }
 
 
@@ -45,17 +47,17 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
         SettingsMismatch: It was saved for another model, other fragments or another kind of outer
             optimizer.
     """
-    state, fragments = loop.state, loop.fragments
+    state = loop.state
     state.resume(saved)
     loop.resume(saved["inner_steps"])
     loop.round_length.load_state_dict(saved["round_length"])
     loop.usual_pace.load_state_dict(saved["usual_pace"])
-    for fragment, counted in zip(fragments, saved["since_sync"], strict=True):
+    residual = saved["residual"]
+    for fragment, counted in zip(loop.fragments, saved["since_sync"], strict=True):
         fragment.unsynced = Unsynced(*counted)
-        if saved["residual"]:
-            fragment.mean.load_residual(
-                [saved["residual"][name].reshape(-1) for name in fragment.globals.theta]
-            )
+        if residual:
+            parts = [residual[name].reshape(-1) for name in fragment.globals.theta]
+            fragment.mean.load_residual(parts)
     state.ledger.load_local_state(saved["reading"])
 
 
@@ -64,8 +66,10 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
 
     Without a delay a sync is in flight only if it was interrupted. A resume then computes it again.
     """
-    packed = None if fragment is None else fragment.to_resume_with
-    if fragment is None or packed is None or packed.local is None:
+    if fragment is None:
+        return None
+    packed = fragment.to_resume_with
+    if packed is None or packed.local is None:
         return None
     local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
     return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
