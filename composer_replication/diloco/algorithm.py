@@ -272,8 +272,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         ]
         for other in self._inner_optimizers[1:]:
             self._hooks.append(other.register_step_post_hook(self._note_other_step))
-        local = (t for each in self._outer.fragments for t in each.globals.averaged.values())
-        if trained := [tensor for tensor in local if tensor.requires_grad]:
+        trained: list[Tensor] = []
+        for fragment in self._outer.fragments:
+            averaged = fragment.globals.averaged.values()
+            trained += [tensor for tensor in averaged if tensor.requires_grad]
+        if trained:
             hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
             self._hooks.append(hook)
         return self

@@ -67,7 +67,8 @@ def own_fragments(
     """
     outer_optimizer = outer_optimizer or nesterov_sgd(*settings.outer_numbers_at(0))
     check_sign(outer_optimizer)
-    are_held = any(count_shards(t) > 1 for tensors in fragments for t in tensors.values())
+    tensors = [tensor for fragment in fragments for tensor in fragment.values()]
+    are_held = any(count_shards(tensor) > 1 for tensor in tensors)
     if are_held:  # each rank holds a shard already
         ranks = ranks or torch.distributed.group.WORLD
     division_of = partial(
@@ -80,7 +81,7 @@ def own_fragments(
     try:
         return [GlobalParameters(f, outer_optimizer, device, division_of) for f in fragments]
     except torch.OutOfMemoryError as error:
-        count = sum(tensor.numel() for tensors in fragments for tensor in tensors.values())
+        count = sum(tensor.numel() for tensor in tensors)
         raise ValueError(
             "there is no memory for the global parameters and the outer momentum, 8 bytes for each "
             f"of {count:,} elements ({8 * count / 2**30:.1f} GiB): use backup_device='cpu', with "
@@ -103,18 +104,20 @@ def give_settings(
         synced: The synchronised tensors by name, of each fragment.
         fingerprint: The run's settings and the model.
     """
+    tensors = [tensor for fragment in synced for tensor in fragment.values()]
     manager.settings |= {
         **fingerprint,
         # With unequal values one group would train alone while another waits for more. Checkpoints
         # hold the fingerprint, and a resume may change this value.
         "min_replica_size": manager._min_replica_size,
         # Kinds of devices may round an outer step differently.
-        "outer_step_on": min(tensor.device.type for each in synced for tensor in each.values()),
-        "shards": max(count_shards(tensor) for each in synced for tensor in each.values()),
+        "outer_step_on": min(tensor.device.type for tensor in tensors),
+        "shards": max(map(count_shards, tensors)),
         "peer_table_row": ROW,  # it differs in another version of this package
     }
-    if len(json.dumps(tensors := described_tensors(synced))) <= LARGEST_DESCRIPTION:
-        manager.settings[TENSORS] = tensors
+    described = described_tensors(synced)
+    if len(json.dumps(described)) <= LARGEST_DESCRIPTION:
+        manager.settings[TENSORS] = described
 
 
 def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:
@@ -127,7 +130,8 @@ def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:
             element in a message.
     """
     sizes = [sum(tensor.numel() for tensor in fragment.values()) for fragment in fragments]
-    count, share = len(sizes), max(sizes) / sum(sizes)
+    count = len(sizes)
+    share = max(sizes) / sum(sizes)
     if count > 1:
         log.info("The largest of %d fragments has %.0f %% of the bytes", count, 100 * share)
     if share * count > LOPSIDED:

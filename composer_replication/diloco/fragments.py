@@ -11,15 +11,12 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from composer_replication.settings import DiLoCoSettings
-
-T = TypeVar("T", bound=Tensor)
 
 Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
@@ -94,30 +91,38 @@ def synced_tensors(
         ValueError: See ``split_model``.
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
-    buffers = persistent_buffers(whole_model(model)) if settings.sync_buffers != "none" else {}
-    is_one = isinstance(model, nn.Module)
-    parts = [buffers] if is_one else _by_index(buffers, len(fragments))
-    pairs = itertools.zip_longest(fragments, parts, fillvalue={})
-    return [{**parameters, **own} for parameters, own in pairs]
+    synced: list[dict[str, Tensor]] = [{**parameters} for parameters in fragments]
+    if settings.sync_buffers == "none":
+        return synced
+    for name, buffer in persistent_buffers(whole_model(model)).items():
+        index = 0 if isinstance(model, nn.Module) else _index_in(name)
+        synced[index][name] = buffer
+    return synced
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers that are part of the model's state, by name: a tied one once."""
-    modules = model.modules()
-    others = {id(m._buffers.get(name)) for m in modules for name in m._non_persistent_buffers_set}
+    others = set()
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            others.add(id(module._buffers.get(name)))
     return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in others}
 
 
 def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
     """Return the SHA-256 over the sorted names, shapes and dtypes of all synchronised tensors."""
     rows = sorted(f"{name} {text}" for name, text in described_tensors(tensors).items())
-    return f"{len(rows)} tensors, sha256 {hashlib.sha256(chr(10).join(rows).encode()).hexdigest()}"
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+    return f"{len(rows)} tensors, sha256 {digest}"
 
 
 def described_tensors(fragments: Iterable[Mapping[str, Tensor]]) -> dict[str, str]:
     """Return the shape and the dtype of all synchronised tensors, by name."""
-    tensors = {name: tensor for fragment in fragments for name, tensor in fragment.items()}
-    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items()}
+    described = {}
+    for fragment in fragments:
+        for name, tensor in fragment.items():
+            described[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
+    return described
 
 
 def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, nn.Parameter]]:
@@ -163,10 +168,10 @@ def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) 
     taken: set[int] = set()
     blocks: list[list[str]] = []
     for block in _each_block(model):
-        own = [id(p) for p in block if id(p) in names and id(p) not in taken]
+        own = [each for each in map(id, block) if each in names and each not in taken]
         taken.update(own)
         if own:
-            blocks.append([names[identity] for identity in own])
+            blocks.append([names[each] for each in own])
     if len(blocks) < num_fragments:
         raise ValueError(
             f"num_fragments={num_fragments} but the model has {len(blocks)} blocks with trainable "
@@ -174,10 +179,11 @@ def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) 
         )
     sizes = [sum(parameters[name].numel() for name in block) for block in blocks]
     bounds = [0, *balanced_cuts(sizes, num_fragments), len(blocks)]
-    return [
-        {name: parameters[name] for block in blocks[start:stop] for name in block}
-        for start, stop in itertools.pairwise(bounds)
-    ]
+    fragments = []
+    for start, stop in itertools.pairwise(bounds):
+        own = itertools.chain.from_iterable(blocks[start:stop])
+        fragments.append({name: parameters[name] for name in own})
+    return fragments
 
 
 def _each_block(module: nn.Module) -> Iterator[Iterable[nn.Parameter]]:
@@ -211,20 +217,20 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
         """Cut the first ``stop`` sizes. Returns the largest of the runs, and the cuts."""
         if parts == 1:
             return ends[stop], []
-        return min(
-            (max(best(cut, parts - 1)[0], ends[stop] - ends[cut]), [*best(cut, parts - 1)[1], cut])
-            for cut in range(parts - 1, stop)
-        )
+        found = []
+        for cut in range(parts - 1, stop):
+            largest, cuts = best(cut, parts - 1)
+            last = ends[stop] - ends[cut]
+            found.append((max(largest, last), [*cuts, cut]))
+        return min(found)
 
-    return best(len(sizes), parts)[1]
+    _, cuts = best(len(sizes), parts)
+    return cuts
 
 
-def _by_index(tensors: Mapping[str, T], count: int) -> list[dict[str, T]]:
-    """Divide the tensors of a ``whole_model`` of several modules by the module."""
-    parts: list[dict[str, T]] = [{} for _ in range(count)]
-    for name, tensor in tensors.items():
-        parts[int(name.partition(".")[0])][name] = tensor
-    return parts
+def _index_in(name: str) -> int:
+    """The index of the module that a tensor of a ``whole_model`` of several modules is in."""
+    return int(name.partition(".")[0])
 
 
 def _by_modules(parameters: Parameters, modules: Sequence[nn.Module]) -> list[Parameters]:
@@ -239,7 +245,9 @@ def _by_modules(parameters: Parameters, modules: Sequence[nn.Module]) -> list[Pa
                     f"parameter {own[0]} is in model_fragments[{homes[submodule]}] and "
                     f"[{index}]: every parameter belongs to one fragment"
                 )
-    fragments = _by_index(parameters, len(modules))
+    fragments: list[Parameters] = [{} for _ in modules]
+    for name, parameter in parameters.items():
+        fragments[_index_in(name)][name] = parameter
     for index, (fragment, module) in enumerate(zip(fragments, modules, strict=True)):
         if not fragment:
             raise ValueError(
@@ -308,17 +316,19 @@ def check_trained_by(
     Raises:
         ValueError: The parameters differ. The message names them.
     """
-    trained = {
-        id(parameter): f"{f'[{number}].' if len(optimizers) > 1 else ''}param_groups[{group}]"
-        f"['params'][{index}], shape {tuple(parameter.shape)}"
-        for number, optimizer in enumerate(optimizers)
-        for group, contents in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(contents["params"])
-        if parameter.requires_grad
-    }
-    synced = {
-        id(p): name for fragment in fragments for name, p in fragment.items() if p.requires_grad
-    }
+    trained: dict[int, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        which = f"[{number}]." if len(optimizers) > 1 else ""
+        for group, contents in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(contents["params"]):
+                if parameter.requires_grad:
+                    place = f"{which}param_groups[{group}]['params'][{index}]"
+                    trained[id(parameter)] = f"{place}, shape {tuple(parameter.shape)}"
+    synced: dict[int, str] = {}
+    for fragment in fragments:
+        for name, tensor in fragment.items():
+            if tensor.requires_grad:
+                synced[id(tensor)] = name
     foreign = [name for identity, name in synced.items() if identity not in trained]
     if foreign:
         raise ValueError(
@@ -347,10 +357,15 @@ class WatchedModel:
         fragments: Sequence[Mapping[str, Tensor]],
     ) -> None:
         whole = whole_model(model_fragments)
-        synced = {id(tensor) for fragment in fragments for tensor in fragment.values()}
+        synced: set[int] = set()
+        for fragment in fragments:
+            synced.update(map(id, fragment.values()))
         self._left_out = [(name, p) for name, p in whole.named_parameters() if id(p) not in synced]
-        buffers = ((m, key, b) for m in whole.modules() for key, b in m._buffers.items())
-        self._buffers = [(m, key, b) for m, key, b in buffers if b is not None and id(b) in synced]
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
+        for module in whole.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) in synced:
+                    self._buffers.append((module, key, buffer))
 
     @torch.no_grad()
     def put_buffers_back(self) -> None:
@@ -360,7 +375,8 @@ class WatchedModel:
         and no sync would reach it.
         """
         for module, key, buffer in self._buffers:
-            if (other := module._buffers[key]) is not buffer and other is not None:
+            other = module._buffers[key]
+            if other is not None and other is not buffer:
                 module._buffers[key] = buffer.copy_(other)
 
     def check_none_thawed(self, *optimizers: torch.optim.Optimizer) -> None:
@@ -373,8 +389,10 @@ class WatchedModel:
         thawed = {id(p): name for name, p in self._left_out if p.requires_grad}
         if not thawed:
             return
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        trained = {id(p) for group in groups for p in group["params"]}
+        trained: set[int] = set()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                trained.update(map(id, group["params"]))
         names = [name for identity, name in thawed.items() if identity in trained]
         if names:
             raise ValueError(

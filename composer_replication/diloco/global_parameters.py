@@ -69,12 +69,19 @@ class GlobalParameters:
         backup_device: torch.device | None = None,
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
-        parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        parameters: dict[str, nn.Parameter] = {}
+        averaged: dict[str, Tensor] = {}
+        others: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                parameters[name] = tensor
+            elif has_mean(tensor):
+                averaged[name] = tensor
+            else:
+                others[name] = tensor
         _check_dtypes(parameters)
-        buffers = {name: t for name, t in tensors.items() if name not in parameters}
-        averaged = {name: t for name, t in buffers.items() if has_mean(t)}
         self.averaged = parameters | averaged
-        self.copied = CopiedBuffers(averaged | buffers)
+        self.copied = CopiedBuffers(averaged | others)
         self.num_parameters = len(parameters)
         self.averaged_buffers = range(len(parameters), len(self.averaged))
         held = {name: held_tensor(tensor) for name, tensor in self.averaged.items()}

@@ -60,9 +60,8 @@ class HangWatch:
         self._progress_at = time.monotonic()
         self._alive_at = self._progress_at
         self._ended = threading.Event()
-        threading.Thread(
-            target=self._run, args=(self._ended,), name="hang_watch", daemon=True
-        ).start()
+        arguments = (self._ended,)
+        threading.Thread(target=self._run, args=arguments, name="hang_watch", daemon=True).start()
 
     def note_progress(self) -> None:
         """Record that something was completed, such as an evaluation batch or a save.
@@ -94,20 +93,25 @@ class HangWatch:
 
     def _run(self, ended: threading.Event) -> None:
         pause_s = min(1.0, self.timeout_s / 20)
-        used, looked_at = self._used(), time.monotonic()
+        cpu_before, blocks_before = self._used()
+        looked_at = time.monotonic()
         while not ended.wait(pause_s):
-            now, now_used = time.monotonic(), self._used()
+            now = time.monotonic()
             passed = now - looked_at
+            looked_at = now
             if passed > 10 * pause_s:  # the process was stopped, for example by Ctrl-Z
                 self._progress_at += passed
                 self._alive_at += passed
-            cpu_s, blocks = now_used[0] - used[0], now_used[1] - used[1]
-            is_busy = cpu_s > self.BUSY_CPU * passed or blocks > self.BUSY_BLOCKS_PER_S * passed
-            if is_busy:
+            cpu_s, blocks = self._used()
+            uses_cpu = cpu_s - cpu_before > self.BUSY_CPU * passed
+            uses_disk = blocks - blocks_before > self.BUSY_BLOCKS_PER_S * passed
+            cpu_before = cpu_s
+            blocks_before = blocks
+            if uses_cpu or uses_disk:
                 self._alive_at = now
             self._alive_at = max(self._alive_at, self._progress_at)
-            used, looked_at = now_used, now
-            idle_s, without_progress_s = now - self._alive_at, now - self._progress_at
+            idle_s = now - self._alive_at
+            without_progress_s = now - self._progress_at
             if idle_s > self.timeout_s + self._wait_limit_s:
                 self._end(f"nothing for {idle_s:.0f} s")
             elif without_progress_s > self.BUSY_FACTOR * self.timeout_s + self._wait_limit_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -50,20 +51,24 @@ def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) ->
 
 
 def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
-    manager, state, device = loop.manager, loop.state, loop.fragments[0].device
+    manager = loop.manager
+    device = loop.fragments[0].device
     barrier = StartBarrier(manager, options, start_refusal)
     while True:
         manager.start_quorum()
         barrier.check_failures()
         if manager.current_step() == 0:
-            starts = barrier.vote_to_start(device)
-            if _start(loop) if starts else manager.should_commit():
+            if barrier.vote_to_start(device):
+                has_committed = _start(loop)
+            else:
+                has_committed = manager.should_commit()
+            if has_committed:
                 return False
         else:
             if manager.num_participants() > 1 or options.num_awaited == 1:
                 loop.sync_in_quorum(Role.JOINS)
                 if not loop.result.are_all_joining:
-                    state.ledger.stop_reading()  # resumed steps may be lost in part
+                    loop.state.ledger.stop_reading()  # resumed steps may be lost in part
                     return True
             # This group is alone, or all are resuming. Without the vote it would begin to train,
             # and a group that resumes later would have to join it.
@@ -112,10 +117,13 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     """
     weight = 1.0 if manager.participating_rank() == 0 else 0.0
     means = [_mean_of_local(fragment, weight) for fragment in fragments]
-    works = [work for mean in means for work in mean.send(manager)]
+    works: list[Any] = []
+    for mean in means:
+        works += mean.send(manager)
     for fragment in fragments:
-        buffers = fragment.globals.held()[fragment.globals.num_parameters :]
-        works += fragment.globals.copied.send(manager, fragment.device, buffers)
+        globals_ = fragment.globals
+        buffers = globals_.held()[globals_.num_parameters :]
+        works += globals_.copied.send(manager, fragment.device, buffers)
     for work in works:
         work.wait()
     if not manager.should_commit():

@@ -180,9 +180,10 @@ class OuterLoop:
 
     def _leaves_steps(self, fragment: FragmentSync) -> bool:
         """Whether inner steps remain to be sent after this fragment, which is sent next."""
-        return fragment.unsynced.has_more_than_unsent or any(
-            each.unsynced.has_more for each in self.fragments if each is not fragment
-        )
+        if fragment.unsynced.has_more_than_unsent:
+            return True
+        others = [each for each in self.fragments if each is not fragment]
+        return any(each.unsynced.has_more for each in others)
 
     def perform_sync(self) -> bool:
         """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
@@ -243,28 +244,11 @@ class OuterLoop:
             self._settings.max_sync_retries,
             self._options.give_up_after_s,
         )
-        while (fragment := self.in_flight) is None or fragment.phase is not Phase.COMMITTED:
-            present = self.manager.num_participants()
-            was_last, has_doubts = self.fragments[0].globals.mean_over_ranks(
-                self.result.is_over, self.result.has_doubts
-            )
-            # The next attempt finds whom to leave out, also where no retry is allowed.
-            is_first_doubt = has_doubts > 0 and not self.manager.asks_to_gather
-            if has_doubts > 0:
-                self.manager.asks_to_gather = True  # until the sync has committed
-            retries.wait()
-            self.manager.start_quorum()
-            if not is_first_doubt:
-                retries.check_limit(role is Role.JOINS)
-            if was_last and self.manager.num_participants() < present:
-                log.warning(
-                    "Groups have left since the run's last sync, in which this group's vote failed:"
-                    " if they have committed it, this group ends with other global parameters than "
-                    "they. Compare the digests, and use the weights of a group that has ended first"
-                )
-            # If a peer has committed the sync, this quorum has healed this group, and the next
-            # fragment is sent.
-            self._attempt(role)
+        while True:
+            fragment = self.in_flight
+            if fragment is not None and fragment.phase is Phase.COMMITTED:
+                break
+            self._retry(role, retries)
         self.manager.asks_to_gather = False
         fragment.end()
         self.set_torchft_step()
@@ -277,6 +261,31 @@ class OuterLoop:
             self._synced_at = self.inner_steps
         else:
             self._account(fragment, role, retries.count)
+
+    def _retry(self, role: Role, retries: SyncRetries) -> None:
+        """Make another attempt at a sync, in another quorum."""
+        manager = self.manager
+        present = manager.num_participants()
+        result = self.result
+        ranks = self.fragments[0].globals
+        was_last, has_doubts = ranks.mean_over_ranks(result.is_over, result.has_doubts)
+        # The next attempt finds whom to leave out, also where no retry is allowed.
+        is_first_doubt = has_doubts > 0 and not manager.asks_to_gather
+        if has_doubts > 0:
+            manager.asks_to_gather = True  # until the sync has committed
+        retries.wait()
+        manager.start_quorum()
+        if not is_first_doubt:
+            retries.check_limit(role is Role.JOINS)
+        if was_last and manager.num_participants() < present:
+            log.warning(
+                "Groups have left since the run's last sync, in which this group's vote failed: if "
+                "they have committed it, this group ends with other global parameters than they. "
+                "Compare the digests, and use the weights of a group that has ended first"
+            )
+        # If a peer has committed the sync, this quorum has healed this group, and the next fragment
+        # is sent.
+        self._attempt(role)
 
     def set_torchft_step(self) -> None:
         """Set torchft's step to that of the next sync. After an outer step it is that already.
@@ -301,7 +310,8 @@ class OuterLoop:
         self._synced_at = self.inner_steps
         # Of a cold start, a resume of all groups or an end there is no outer step to report. Steps
         # that the run's last sync drops are reported.
-        if not moved and (role is Role.JOINS or (role is not Role.TRAINS and not self._steps_lost)):
+        drops_steps = role is not Role.JOINS and self._steps_lost > 0
+        if not (moved or role is Role.TRAINS or drops_steps):
             return
         self.reports.append(self._report_of(fragment, seconds, retries))
         if fragment.mean.contribution:
@@ -311,8 +321,10 @@ class OuterLoop:
 
     def _report_of(self, fragment: FragmentSync, seconds: SyncSeconds, retries: int) -> SyncReport:
         """What a fragment's sync did. Every rank of the group makes it: norms are collectives."""
-        mean, globals_, norms = fragment.mean, fragment.globals, fragment.globals.step_norms()
-        moved, outer = fragment.total_contribution > 0, globals_.optimizer.param_groups[0]
+        mean = fragment.mean
+        norms = fragment.globals.step_norms()
+        outer = fragment.globals.optimizer.param_groups[0]
+        moved = fragment.total_contribution > 0
         has_digest = self.state.digest_is_due(self._options.digest_every)
         return SyncReport(
             outer_step=self.state.outer_step,
@@ -344,7 +356,8 @@ class OuterLoop:
         """Choose the number of inner steps before the next sync, from the time of the last ones."""
         if self._settings.round_seconds is None:
             return
-        if steps := self.inner_steps - self._synced_at:
+        steps = self.inner_steps - self._synced_at
+        if steps:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
         self.round_length.choose(self.result.metrics)
@@ -366,8 +379,9 @@ class OuterLoop:
             SyncError: More than ``max_sync_retries`` syncs of the fragment in a row had such a
                 pseudo-gradient.
         """
-        is_finite, of_all = fragment.mean.is_finite, [*self.fragments]
-        sick = [fragment] if is_finite else of_all
+        is_finite = fragment.mean.is_finite
+        sick = [fragment] if is_finite else self.fragments
+        concerns_all = len(sick) == len(self.fragments)
         for each in sick:
             each.unsound_in_a_row += 1
         if fragment.unsound_in_a_row > self._settings.max_sync_retries:
@@ -381,12 +395,12 @@ class OuterLoop:
             "the group continues from the global parameters%s with a fresh inner optimizer state",
             "was left out" if is_finite else "is not finite",
             self.state.outer_step,
-            "" if sick == of_all else f" of fragment {fragment.fragment_id}",
+            "" if concerns_all else f" of fragment {fragment.fragment_id}",
         )
         self._forget_local(sick)
         self._take_global(sick)
         for optimizer in self._inner_optimizers:
-            _clear_state(optimizer, None if sick == of_all else fragment)
+            _clear_state(optimizer, None if concerns_all else fragment)
 
     def _forget_local(self, fragments: Sequence[FragmentSync]) -> None:
         """What was trained here since the last syncs of these fragments is lost."""
@@ -418,7 +432,8 @@ class OuterLoop:
             self.in_flight.abandon()
             self.in_flight.end()
         self._forget_local(self.fragments)
-        self.has_healed = self._has_unfinished_heal = True
+        self.has_healed = True
+        self._has_unfinished_heal = True
         # A single rank need not wait until others have healed too.
         if not self.fragments[0].globals.division.has_ranks:
             self.finish_heal()
@@ -469,11 +484,12 @@ class OuterLoop:
 
     def _end_sync_early(self) -> None:
         """End the sync in flight, if there is one. A sync from a checkpoint is sent first."""
-        if self.in_flight is not None:
-            with self.clock.blocking():
-                if self.is_unsent:
-                    self.send()
-                self.end_sync()
+        if self.in_flight is None:
+            return
+        with self.clock.blocking():
+            if self.is_unsent:
+                self.send()
+            self.end_sync()
 
     @property
     def is_unsent(self) -> bool:

@@ -111,8 +111,8 @@ class SGDStep:
             sums: The sum of weighted pseudo-gradients, fp32, 1-D. It is overwritten.
             momentum: fp32, 1-D, zeros before the first step; None if the optimizer has none.
         """
-        fused = 0
-        if momentum is not None and (fused := sums.numel() // LANES * LANES):
+        fused = 0 if momentum is None else sums.numel() // LANES * LANES
+        if momentum is not None and fused:
             # torch.optim.SGD(fused=True) calls this too, but its overhead takes six times as long.
             torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
                 [theta[:fused]],

@@ -150,10 +150,11 @@ class PeerTable:
             rows, faults = read_rows(self._table.cpu(), len(self._row.digests))
             if not rows:
                 manager.report_error(ConnectionError("no row of the peer table is valid"))
+        metrics = {rank: row.metrics for rank, row in rows.items()}
         if rows:
             self._check_agreement(rows)
-            faults |= beyond_all_others({rank: row.metrics for rank, row in rows.items()})
-        sound = {rank: row.metrics for rank, row in rows.items() if rank not in faults}
+            faults |= beyond_all_others(metrics)
+        sound = {rank: group for rank, group in metrics.items() if rank not in faults}
         left_out: Collection[int] = ()
         doubt = ""
         # A collective of the group's ranks: all of them gather, also one that has an error.

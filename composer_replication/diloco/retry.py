@@ -16,11 +16,19 @@ from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Back-off between the attempts of a sync, in seconds."""
+FIRST_PAUSE_S = 0.1
+"""The back-off after the first failed attempt of a sync, in seconds. It doubles with each."""
 
-POLL_S, START_POLL_S, LOG_EVERY_S = 1.0, 0.5, 30.0
-"""Seconds between two looks, two attempts to start, and two log lines, while groups are missing."""
+LONGEST_PAUSE_S = 5.0
+
+POLL_S = 1.0
+"""Seconds between two looks while groups are missing."""
+
+START_POLL_S = 0.5
+"""Seconds between two attempts to start."""
+
+LOG_EVERY_S = 30.0
+"""Seconds between two log lines while groups are missing."""
 
 MAX_FAILED_JOINS = 2
 """After how many attempts to join that fail because of this group it leaves. Each failure also
@@ -142,7 +150,8 @@ class SyncRetries:
         Raises:
             SyncError: Too few groups have been connected for longer than ``give_up_after_s``.
         """
-        present, needed = self._manager.num_participants(), self._manager._min_replica_size
+        present = self._manager.num_participants()
+        needed = self._manager._min_replica_size
         self._cause = why_not_committed(self._manager)
         self._had_too_few = self._manager.errored() is None and present < needed
         if self._had_too_few:
@@ -245,7 +254,8 @@ class StartBarrier:
             NothingToContinueFromError: This group must not start, and every group that could hold
                 the run's state is connected.
         """
-        options, num_present = self._options, self._manager.num_participants()
+        options = self._options
+        num_present = self._manager.num_participants()
         is_enough = num_present >= options.num_awaited
         starts_late = options.on_start_timeout == "start" and self._waiting.is_late
         self._can_commit = num_present >= self._manager._min_replica_size
@@ -297,7 +307,8 @@ class StartBarrier:
             TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
                 with.
         """
-        error, cause = _original(self._manager.errored()), why_not_committed(self._manager)
+        error = _original(self._manager.errored())
+        cause = why_not_committed(self._manager)
         situation = str(error)
         if not isinstance(error, StartPostponed):  # for example because a group has left again
             situation = f"the start did not commit: {cause}"

@@ -50,7 +50,8 @@ class RoundLength:
     def measure(self, step_s: float) -> None:
         """Add a turn's seconds for an inner step, the same number on every rank of the group."""
         self._measured.append(step_s)
-        self.step_s = median([median(self._measured), *list(self._measured)[-2:]])
+        last_two = list(self._measured)[-2:]
+        self.step_s = median([median(self._measured), *last_two])
 
     def choose(self, metrics: Sequence[GroupMetrics]) -> None:
         """Choose the inner steps of the next turn.
