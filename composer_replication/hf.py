@@ -202,7 +202,8 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
 
     def _end_or_evaluate(self, control: Any) -> None:
         if self._is_terminated:  # it has saved, and holds local weights
-            control.should_evaluate = control.should_save = False
+            control.should_evaluate = False
+            control.should_save = False
         elif control.should_training_stop:
             self._end()  # now, so that the last evaluation and checkpoint are of its result
         elif control.should_evaluate:
@@ -215,7 +216,9 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
 
     def _show_for_evaluation(self) -> None:
         datasets = self._job.trainer.eval_dataset
-        self._evaluations_left = len(datasets) if isinstance(datasets, dict) else 1
+        self._evaluations_left = 1
+        if isinstance(datasets, dict):
+            self._evaluations_left = len(datasets)
         self._group.show_global()
 
     def _show_for_checkpoint(self) -> None:

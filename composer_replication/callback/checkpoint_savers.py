@@ -36,11 +36,12 @@ def folders_of(state: State, logger: Logger) -> Iterator[str]:
     loggers = [each for each in logger.destinations if isinstance(each, RemoteUploaderDownloader)]
     for saver in savers_of(state):
         uploader = saver.remote_uploader
+        stores = loggers if uploader is None else [uploader]
         if uploader is None:
             yield format_name_with_dist(saver.folder, state.run_name)
         if saver.remote_file_name is not None:
             name = format_name_with_dist(saver.remote_file_name.filename, state.run_name)
-            for store in loggers if uploader is None else [uploader]:
+            for store in stores:
                 place = f"{store.remote_backend_name}://{store.remote_bucket_name}"
                 yield f"{place}/{os.path.dirname(name).lstrip('/')}"
 

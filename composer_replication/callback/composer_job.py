@@ -113,21 +113,22 @@ class ComposerJob(Host):
         return self.state.timestamp.batch.value
 
     def last_step(self, *, is_bound: bool = False) -> int | None:
-        state, end = self.state, self.state.max_duration
+        state = self.state
+        end = state.max_duration
         if end is None:
             return None
         if end.unit is TimeUnit.BATCH:
             return end.value
-        # The length of a ReplicaDataLoader is an upper bound.
-        is_shared = isinstance(state.train_dataloader, ReplicaDataLoader) and not is_bound
-        if end.unit is TimeUnit.EPOCH and state.dataloader_len is not None and not is_shared:
-            # A group that has joined others counts their batches, but is at its own position in
-            # the epoch.
-            now = state.timestamp
-            epochs_left = end.value - now.epoch.value
-            in_epochs = epochs_left * state.dataloader_len.value - now.batch_in_epoch.value
-            return now.batch.value + in_epochs
-        return None
+        if end.unit is not TimeUnit.EPOCH or state.dataloader_len is None:
+            return None
+        if isinstance(state.train_dataloader, ReplicaDataLoader) and not is_bound:
+            return None  # its length is an upper bound
+        # A group that has joined others counts their batches, but is at its own position in the
+        # epoch.
+        now = state.timestamp
+        epochs_left = end.value - now.epoch.value
+        batches_left = epochs_left * state.dataloader_len.value - now.batch_in_epoch.value
+        return now.batch.value + batches_left
 
     @property
     def epochs(self) -> float:

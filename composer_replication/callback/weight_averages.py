@@ -41,7 +41,8 @@ class WeightAverages(Averages):
 
     group: ReplicaGroup
     state: State
-    _is_loaded_active = _was_active = False
+    _is_loaded_active = False
+    _was_active = False
 
     @property
     def _ema(self) -> EMA | None:

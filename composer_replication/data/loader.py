@@ -181,8 +181,12 @@ class StreamSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         """The samples up to the next pause of the stream."""
         assert self.reader is not None, "the loader has checked it"
-        reader, count = self.reader, self.batch_size * self.num_replicas
-        while samples := reader.read(count, self.epoch):
+        reader = self.reader
+        count = self.batch_size * self.num_replicas
+        while True:
+            samples = reader.read(count, self.epoch)
+            if not samples:
+                return
             while len(samples) % self.num_replicas:
                 samples.append(samples[0])
             self.positions.append(reader.position)

@@ -191,7 +191,8 @@ def replica_shard(dataset: Any) -> Any:
             dataset can only be iterated and is not one of ``datasets``.
     """
     options = ReplicaOptions().with_environment()
-    name, count = replica_id_of(options), options.num_replicas or 1
+    name = replica_id_of(options)
+    count = options.num_replicas or 1
     if not name.isdecimal() or int(name) >= count:
         raise ValueError(
             f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "

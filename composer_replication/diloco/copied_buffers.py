@@ -64,7 +64,8 @@ class CopiedBuffers:
         if not self._like:
             return []
         parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in own]
-        self._message = torch.cat(parts).to(device)
+        message = torch.cat(parts)
+        self._message = message.to(device)
         if manager.participating_rank() != 0:
             self._message.zero_()
         return [manager.allreduce(self._message, reduce_op=ReduceOp.SUM)]  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 
@@ -34,8 +33,11 @@ def count_shards(tensor: Tensor) -> int:
     """Return into how many shards a tensor is divided; 1 if every rank holds all of it."""
     if not isinstance(tensor, DTensor):
         return 1
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return math.prod(mesh.size(dim) for dim, p in enumerate(placements) if not p.is_replicate())
+    count = 1
+    for dimension, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            count *= tensor.device_mesh.size(dimension)
+    return count
 
 
 def connect_hosts(ranks: ProcessGroup) -> ProcessGroup:
@@ -168,7 +170,8 @@ class Division:
 
     def norms(self, own: Sequence[float]) -> list[float]:
         """L2 norms over what all ranks have, given this rank's part of each."""
-        return self.sum(torch.tensor(own, dtype=torch.float64).square()).sqrt().tolist()
+        squares = torch.tensor(own, dtype=torch.float64).square()
+        return self.sum(squares).sqrt().tolist()
 
     @torch.no_grad()
     def level(self, tensors: Iterable[Tensor]) -> None:

@@ -386,10 +386,11 @@ class GlobalParameters:
         if not buffers:
             return set(), set()
         odd = torch.zeros(2, len(buffers), dtype=torch.float64)
-        for row, tensors in zip(odd, ([*self.theta.values()], local), strict=True):
+        theta = [*self.theta.values()]
+        for row, tensors in zip(odd, (theta, local), strict=True):
             if tensors:
-                finite = torch.stack([tensors[index].isfinite().all() for index in buffers])
-                row += finite.logical_not().cpu()
+                finite = [tensors[index].isfinite().all() for index in buffers]
+                row += torch.stack(finite).logical_not().cpu()
         globally, locally = self.division.sum(odd).tolist()
         return set(compress(buffers, globally)), set(compress(buffers, locally))
 
@@ -414,8 +415,8 @@ class GlobalParameters:
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
-        sums = self.division.sum(torch.tensor([*values, 1.0], dtype=torch.float64))
-        *totals, count = sums.tolist()
+        own = torch.tensor([*values, 1.0], dtype=torch.float64)
+        *totals, count = self.division.sum(own).tolist()
         return [total / count for total in totals]
 
     # ---- the outer optimizer's state -------------------------------------------------------------
@@ -553,6 +554,8 @@ def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:
 
 def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:
     """Whether the outer optimizer treats each element by itself, as far as we know."""
-    shapes = (held_tensor(parameter).shape for parameter in parameters.values())
-    like = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    like = []
+    for parameter in parameters.values():
+        shape = held_tensor(parameter).shape
+        like.append(nn.Parameter(torch.empty(shape, device="meta")))
     return is_plain_sgd(outer_optimizer(like))

@@ -449,7 +449,8 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256, in hex, over the bytes of tensors in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        flat = tensors[name].detach().cpu().contiguous().view(-1)
+        here = tensors[name].detach().cpu()
+        flat = here.contiguous().view(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

@@ -97,10 +97,14 @@ def _odd(part: Any) -> Iterator[str]:
     Fields whose default is NaN may be NaN: the group does not know them.
     """
     for name, value in part._asdict().items():
-        may_be_nan = math.isnan(part._field_defaults.get(name, 0.0))
         if hasattr(value, "_fields"):
             yield from _odd(value)
-        elif not all(0 <= n < math.inf or (may_be_nan and n != n) for n in np.atleast_1d(value)):
+            continue
+        numbers = np.atleast_1d(value)
+        is_right = (numbers >= 0) & (numbers < math.inf)
+        if math.isnan(part._field_defaults.get(name, 0.0)):
+            is_right |= np.isnan(numbers)
+        if not is_right.all():
             yield f"{name}={value}"
 
 
@@ -184,5 +188,7 @@ def equal_samples(
         names: The names of the groups in the order of their ranks.
     """
     own = rows[own_rank].batches if own_rank in rows else 0
+    if not own:
+        return ()
     same = [names[rank] for rank, row in rows.items() if row.batches == own]
-    return tuple(same) if own and len(same) > 1 else ()
+    return tuple(same) if len(same) > 1 else ()

@@ -157,11 +157,13 @@ class PeerTable:
         sound = {rank: group for rank, group in metrics.items() if rank not in faults}
         left_out: Collection[int] = ()
         doubt = ""
-        # A collective of the group's ranks: all of them gather, also one that has an error.
         if manager.gathers:
+            # A collective of the group's ranks: all of them gather, also one that has an error.
             left_out = self._leave_out(sound)
             self._log_left_out(left_out, faults)
-        elif doubt := self._doubt(sound, faults):
+        else:
+            doubt = self._doubt(sound, faults)
+        if doubt:
             manager.report_error(ConnectionError(f"what arrived is not sound ({doubt})"))
         if manager.errored():
             return TableResult(has_doubts=bool(doubt))

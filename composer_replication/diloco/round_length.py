@@ -59,13 +59,15 @@ class RoundLength:
         Args:
             metrics: The metrics of the groups in the last sync.
         """
+        settings = self._settings
         paces = [group.step_s for group in metrics if group.step_s > 0] or [math.nan]
-        if self._settings.round_seconds == AUTO:
-            turn_s = min(paces) * self._settings.steps_between_syncs()
+        if settings.round_seconds == AUTO:
+            turn_s = min(paces) * settings.steps_between_syncs()
         else:
-            seconds = float(self._settings.round_seconds or math.nan)
-            turn_s = seconds / self._settings.fragment_count
-        steps = turn_s / (self.step_s if self._measured else max(paces))
+            seconds = float(settings.round_seconds or math.nan)
+            turn_s = seconds / settings.fragment_count
+        own_pace = self.step_s if self._measured else max(paces)
+        steps = turn_s / own_pace
         if math.isfinite(steps):
             self._steps = round(steps)
 

@@ -28,17 +28,19 @@ def own_model(given: nn.Module) -> tuple[nn.Module, ProcessGroup | None]:
     """
     ranks = None
     for module in given.modules():
-        if problem := _CANNOT.get(type(module).__name__):
+        problem = _CANNOT.get(type(module).__name__)
+        if problem is not None:
             raise ValueError(f"DiLoCo cannot train with {problem}")
     while True:
         if isinstance(given, DistributedDataParallel):
-            given, ranks = given.module, given.process_group
-        else:
-            compiled = getattr(given, "_orig_mod", None)
-            inner = compiled or getattr(given, "_forward_module", None)
-            if not isinstance(inner, nn.Module):
-                return given, ranks
-            given = inner
+            ranks = given.process_group
+            given = given.module
+            continue
+        compiled = getattr(given, "_orig_mod", None)
+        inner = compiled or getattr(given, "_forward_module", None)
+        if not isinstance(inner, nn.Module):
+            return given, ranks
+        given = inner
 
 
 def own_optimizers(given: Any) -> list[torch.optim.Optimizer]:
@@ -55,8 +57,10 @@ def own_optimizers(given: Any) -> list[torch.optim.Optimizer]:
 
 def _own_optimizer(given: Any) -> torch.optim.Optimizer:
     each = given
-    while "_optimizer_step_pre_hooks" not in (held := getattr(each, "__dict__", {})):
-        # torch's Optimizer.__init__ makes it.
+    while True:
+        held = getattr(each, "__dict__", {})
+        if "_optimizer_step_pre_hooks" in held:  # torch's Optimizer.__init__ makes it
+            return each
         wrapped = getattr(each, "optimizer", None) or getattr(each, "base_optimizer", None)
         name = type(each).__name__
         if wrapped is None:
@@ -64,7 +68,8 @@ def _own_optimizer(given: Any) -> torch.optim.Optimizer:
                 f"DiLoCo cannot watch the steps of {name}, which is no torch.optim.Optimizer, or "
                 "does not call its __init__: give the optimizers that it steps, as a list"
             )
-        if (own := held.get("state")) is not None and own is not wrapped.state:
+        own = held.get("state")
+        if own is not None and own is not wrapped.state:
             raise ValueError(
                 f"{name} moves the weights after the step of the {type(wrapped).__name__} in it, "
                 "towards weights of its own, and so takes a part of each outer step back: train "
@@ -72,4 +77,3 @@ def _own_optimizer(given: Any) -> torch.optim.Optimizer:
                 "outer_momentum=0)"
             )
         each = wrapped
-    return each

@@ -270,9 +270,10 @@ class CheckpointLayout:
             return saved.to_local()
         if not isinstance(like, DTensor):
             return saved
-        mesh, placements = like.device_mesh, like.placements
+        mesh = like.device_mesh
         on_device = saved.to(mesh.device_type)
-        return distribute_tensor(on_device, mesh, placements, src_data_rank=None).to_local()
+        distributed = distribute_tensor(on_device, mesh, like.placements, src_data_rank=None)
+        return distributed.to_local()
 
     def _load_in_flight(self, saved: Mapping[str, Any] | str) -> dict[str, Any] | None:
         if not saved:
@@ -365,7 +366,8 @@ def replaced(sums: Mapping[str, int], live: Mapping[str, Tensor]) -> list[str]:
 
 
 def _checksum(tensor: Tensor) -> int:
-    words = tensor.detach().reshape(-1).view(_WORDS[tensor.element_size()])
+    word = _WORDS[tensor.element_size()]
+    words = tensor.detach().reshape(-1).view(word)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):  # limits the memory of the copies
         shifted = chunk.to(torch.int64, copy=True).add_(_SHIFT)

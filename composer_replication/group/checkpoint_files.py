@@ -173,13 +173,15 @@ def set_aside(torn: Mapping[Path, str], whole: Path | None, *, renames: bool = T
     Returns:
         What has been done, for a warning.
     """
-    for path in torn if renames else ():
-        aside = path.with_name(f"{_TORN}{path.name}")
-        if aside.is_dir() and not aside.is_symlink():
-            shutil.rmtree(aside)
-        with suppress(FileNotFoundError):
-            os.replace(path, aside)
+    renamed = ""
+    if renames:
+        renamed = f"It begins with {_TORN} now. "
+        for path in torn:
+            aside = path.with_name(f"{_TORN}{path.name}")
+            if aside.is_dir() and not aside.is_symlink():
+                shutil.rmtree(aside)
+            with suppress(FileNotFoundError):
+                os.replace(path, aside)
     problems = ", ".join(f"{path} ({problem})" for path, problem in torn.items())
-    renamed = f"It begins with {_TORN} now. " if renames else ""
     instead = "There is no other" if whole is None else f"This group continues from {whole.name}"
     return f"Not whole, since the group died while it saved: {problems}. {renamed}{instead}"

@@ -196,7 +196,8 @@ def _count_samples(tensors: Mapping[str, Tensor]) -> int:
 def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
     usual = ("attention_mask", "input_ids")
     names = [name for name in usual if name in tensors]
-    masks, ids = [], []
+    masks: list[int] = []
+    ids: list[int] = []
     # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
     for name in names or tensors:
         if name.endswith("_mask"):

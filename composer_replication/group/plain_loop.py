@@ -122,7 +122,8 @@ class DiLoCo(algorithm.DiLoCo):
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
         host = PlainLoop(self, whole_model(self._model_fragments))
-        self._reporter = reporter = Reporter(folder, self.settings, host)
+        reporter = Reporter(folder, self.settings, host)
+        self._reporter = reporter
         reporter.settings("")
         if env.coordinator_addr is not None:
             said = f"a loop of your own names its settings itself: {self.settings}"

@@ -157,9 +157,11 @@ class ReplicaGroup:
             self.continuation.begin(self.settings)
             run_dir = None if rank() else self.options.run_dir
             folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-            self._reporter = reporter = Reporter(folder, self.settings, self.host)
+            reporter = Reporter(folder, self.settings, self.host)
+            self._reporter = reporter
             reporter.settings("" if self._run is None else self._run.settings_source)
-            self.diloco = diloco = self._connect(manager)
+            diloco = self._connect(manager)
+            self.diloco = diloco
             diloco.counts_steps = False
             reading = self.continuation.restore(diloco)
             if self.data is not None and reading:
@@ -185,7 +187,8 @@ class ReplicaGroup:
             raise
 
     def _connect(self, manager: Any) -> DiLoCo:
-        host, options = self.host, self.options
+        host = self.host
+        options = self.options
         also_synced = self.continuation.also_synced
         known_step = 0 if self._run is None else self._run.outer_step
         refusal = self.continuation.start_refusal(options.run_dir, known_step)

@@ -235,7 +235,8 @@ class Reporter:
         buffers = {}
         if self._settings.sync_buffers == "none":  # each group has its own
             buffers = persistent_buffers(self._host.model)
-        inner_steps, outer_steps = diloco.inner_steps, diloco.outer_step
+        inner_steps = diloco.inner_steps
+        outer_steps = diloco.outer_step
         return {
             "replica_id": self.folder.replica_id,
             "inner_steps": inner_steps,

@@ -41,10 +41,11 @@ def check_lighthouse(lighthouse_addr: str, limit_s: float = CONNECT_TIMEOUT_S) -
         ConnectionError: Nothing answers at the address.
     """
     parts = urlsplit(lighthouse_addr)
+    host = parts.hostname
     try:
-        host, port = parts.hostname, parts.port
+        port = parts.port
     except ValueError:
-        host = port = None
+        port = None
     if parts.scheme not in ("http", "https") or not host or not port:
         raise ValueError(
             f"lighthouse_addr={lighthouse_addr!r}: use http://host:port, as the lighthouse says"

@@ -227,7 +227,8 @@ class ReplicaManager(InterruptibleManager):
             DuplicateIdError: Another group of the run has this one's replica id.
         """
         member = self.member
-        if error := self.errored():
+        error = self.errored()
+        if error is not None:
             member.own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
         member.own.gathers = self.asks_to_gather

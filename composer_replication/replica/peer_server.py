@@ -154,7 +154,8 @@ class PeerServer:
         deadline = time.monotonic() + PROOF_WITHIN_S
         send(connection, challenge, deadline)
         asked = receive(connection, LARGEST_REQUEST, deadline)
-        request, name = asked["request"], asked["name"]
+        request = asked["request"]
+        name = asked["name"]
         question = (self.address, challenge, asked["nonce"], name, request)
         if not is_proven(self.tokens, asked["proof"], "question", *question):
             self._log_rejection(host, name)

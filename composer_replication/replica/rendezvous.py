@@ -54,7 +54,8 @@ class Rendezvous:
         limit_s: How long the others may take, in seconds.
     """
 
-    POLL_S, LOOK_EVERY_S = 0.02, 1.0
+    POLL_S = 0.02
+    LOOK_EVERY_S = 1.0
 
     def __init__(
         self, boards: Mapping[str, Notices], own_name: str, number: int, limit_s: float

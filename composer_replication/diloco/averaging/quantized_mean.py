@@ -88,7 +88,8 @@ class QuantizedMean(WeightedMean):
             values.add_(self.residual[place], alpha=1 / contribution)
 
     def send(self, manager: DiLoCoManager) -> list[Any]:
-        groups, rank = manager.num_participants(), manager.participating_rank()
+        groups = manager.num_participants()
+        rank = manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
         size = min(self.division.bucket, several)
@@ -143,7 +144,8 @@ class QuantizedMean(WeightedMean):
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
         own = whole[self.division.start : self.division.stop]
-        self.residual.zero_()[: own.numel()] = own
+        self.residual.zero_()
+        self.residual[: own.numel()] = own
 
     def forget_residual(self, tensors: Collection[int] | None = None) -> None:
         if tensors is None:

@@ -230,14 +230,16 @@ class WeightedMean:
 
     def sum_sound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> None:
         """Gather the messages again, and sum those of these ranks."""
-        for message in self.messages[:-1]:
+        *of_values, of_weight = self.messages
+        for message in of_values:
             parts = self._gather_message(manager, message)
             message.zero_()
             for rank, group in metrics.items():
                 if group.contribution:
                     weight = 1.0 if self._is_weighted else group.contribution
                     message.add_(parts[rank], alpha=weight)
-        self.messages[-1].fill_(sum(group.contribution for group in metrics.values()))
+        total = sum(group.contribution for group in metrics.values())
+        of_weight.fill_(total)
         self._squares = None
         if manager.participating_rank() not in metrics:
             self.contribution = 0.0

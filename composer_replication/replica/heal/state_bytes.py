@@ -143,7 +143,8 @@ def _cut(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
             room -= len(chunk[-1])
             if not room:
                 yield chunk
-                chunk, room = [], HASH_CHUNK
+                chunk = []
+                room = HASH_CHUNK
     if chunk:
         yield chunk
 
