@@ -35,8 +35,11 @@ from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 
-SchedulerStates = tuple[list[tuple[str, dict[str, Any] | None]], list[dict[str, float]]]
-"""Class name and state of each of torch's schedulers, and the learning rates that they have set."""
+SchedulerState = tuple[str, dict[str, Any] | None]
+"""Class name and state of one of torch's schedulers."""
+
+Rates = dict[str, float]
+"""The learning rates that schedulers have set in a group of parameters, by name."""
 
 
 class ComposerJob(Host):
@@ -223,7 +226,7 @@ class ComposerJob(Host):
         batch = self.state.timestamp.batch.value
         log.info("Continuing at batch %d, like the other replica groups", batch)
 
-    def schedules(self) -> SchedulerStates:
+    def schedules(self) -> tuple[list[SchedulerState], list[Rates]]:
         """The schedulers' states. One that is not plain numbers is None: a heal cannot send it.
 
         torch's schedulers count their own steps. Composer's are functions of the timestamp, wrapped
@@ -239,9 +242,7 @@ class ComposerJob(Host):
             rates.append({name: float(group[name]) for name in names})
         return states, rates
 
-    def load_schedules(
-        self, states: list[tuple[str, dict[str, Any] | None]], rates: list[dict[str, float]]
-    ) -> bool:
+    def load_schedules(self, states: list[SchedulerState], rates: list[Rates]) -> bool:
         """Load the donor's states. If one cannot be loaded, none is, and a warning says why.
 
         Returns:
@@ -251,17 +252,13 @@ class ComposerJob(Host):
         groups = self.optimizer.param_groups
         own = [type(each).__name__ for each in schedulers]
         theirs = [kind for kind, state in states if state]
-        fits = own == theirs and len(rates) == len(groups)
-        if fits:
+        if own == theirs and len(rates) == len(groups):
             for scheduler, (_, state) in zip(schedulers, states, strict=True):
                 scheduler.load_state_dict(state or {})
             for group, its_rates in zip(groups, rates, strict=True):
-                for name, rate in its_rates.items():
-                    if isinstance(group.get(name), Tensor):
-                        group[name].fill_(rate)
-                    else:
-                        group[name] = rate
-        elif not self._has_warned:
+                _set_rates(group, its_rates)
+            return True
+        if not self._has_warned:
             self._has_warned = True
             log.warning(
                 "Schedulers keep their own state, not the donor's: it has sent those of %s for %d "
@@ -272,7 +269,7 @@ class ComposerJob(Host):
                 own,
                 len(groups),
             )
-        return fits
+        return False
 
     def _step_schedulers(self, ends_epoch: bool) -> None:
         """Step the schedulers, as Composer does before it counts a finished batch."""
@@ -321,6 +318,14 @@ class ComposerJob(Host):
         self.state.timestamp.load_state_dict(merged)
 
 
+def _set_rates(group: dict[str, Any], rates: Rates) -> None:
+    for name, rate in rates.items():
+        if isinstance(group.get(name), Tensor):
+            group[name].fill_(rate)
+        else:
+            group[name] = rate
+
+
 def _is_plain(value: Any) -> bool:
     """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
     kind = type(value)
@@ -333,7 +338,8 @@ def _is_plain(value: Any) -> bool:
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:
     """Return the counters of a timestamp, without its clocks: they are each group's own."""
-    return {name: n for name, n in timestamp.state_dict().items() if isinstance(n, int)}
+    values = timestamp.state_dict()
+    return {name: value for name, value in values.items() if isinstance(value, int)}
 
 
 def short_bar_format(bar_format: str) -> str:

@@ -80,7 +80,8 @@ class CopiedBuffers:
         parts = self._message.cpu().split(sizes)
         received = []
         for like, part in zip(self._like, parts, strict=True):
-            received.append(part.clone().view(like.dtype).view(like.shape))
+            buffer = part.clone().view(like.dtype)
+            received.append(buffer.view(like.shape))
         num_averaged = len(received) - len(self.values)
         without_mean = received[num_averaged:]
         for value, part in zip(self.values.values(), without_mean, strict=True):

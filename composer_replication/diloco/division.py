@@ -145,7 +145,9 @@ class Division:
         size = self.whole_sizes[index]
         begin = rank * self._share - self._firsts[index]
         end = begin + self._share
-        return slice(max(0, min(size, begin)), max(0, min(size, end)))
+        begin = max(0, min(size, begin))
+        end = max(0, min(size, end))
+        return slice(begin, end)
 
     def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
         """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
@@ -182,7 +184,8 @@ class Division:
         if self._ranks is None:
             return
         for tensor in tensors:
-            values = tensor.detach().reshape(-1).view(torch.uint8).to(self._device)
+            flat = tensor.detach().reshape(-1)
+            values = flat.view(torch.uint8).to(self._device)
             torch.distributed.broadcast(values, group=self._ranks, group_src=0)
             tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 

@@ -167,7 +167,8 @@ class Layout:
         self._rows = []
         for index, tensor in enumerate(tensors):
             self._kinds.append((tensor.dtype, division.copies[index], index < count))
-            self._rows.append(1 if self._is_cut else math.prod(tensor.shape[1:]))
+            row = 1 if self._is_cut else math.prod(tensor.shape[1:])
+            self._rows.append(row)
         self.are_parameters = torch.arange(len(tensors)) < count
         self._pieces: dict[tuple[int, int], Pieces] = {}
         self._limit = _limit(tensors, whole or rests_elsewhere)

@@ -239,7 +239,8 @@ def _by_modules(parameters: Parameters, modules: Sequence[nn.Module]) -> list[Pa
     homes: dict[nn.Module, int] = {}
     for index, module in enumerate(modules):
         for path, submodule in module.named_modules():
-            own = [n for n, p in submodule.named_parameters(path, recurse=False) if p.requires_grad]
+            direct = submodule.named_parameters(path, recurse=False)
+            own = [name for name, parameter in direct if parameter.requires_grad]
             if own and homes.setdefault(submodule, index) != index:
                 raise ValueError(
                     f"parameter {own[0]} is in model_fragments[{homes[submodule]}] and "
@@ -360,7 +361,10 @@ class WatchedModel:
         synced: set[int] = set()
         for fragment in fragments:
             synced.update(map(id, fragment.values()))
-        self._left_out = [(name, p) for name, p in whole.named_parameters() if id(p) not in synced]
+        self._left_out: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in whole.named_parameters():
+            if id(parameter) not in synced:
+                self._left_out.append((name, parameter))
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         for module in whole.modules():
             for key, buffer in module._buffers.items():

@@ -152,11 +152,11 @@ class GlobalParameters:
         squares = mean.squares()  # before the step overwrites the sums
         unmoved = self._unmoved(squares, sums)
         step = SGDStep(self.optimizer, mean.divisor, self.device)
-        before = 0.0
+        momentum_before = 0.0
         if step.momentum:
             self._keep_momentum(unmoved)
             # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
-            before = self._own_momentum_norm()
+            momentum_before = self._own_momentum_norm()
         local = self.held()
         unmixed = self._unmixed(alpha)
         momentum_squares = Squares(len(self.layout.chunks))
@@ -179,13 +179,15 @@ class GlobalParameters:
         self._await_rest()
         copies = [chunk.copies for chunk in self.layout.chunks]
         self._momentum_norm = _norm(momentum_squares.by_tensor(), copies)
-        self._note_norms(squares / mean.divisor**2, momentum_before=before, decay=step.momentum)
+        of_mean = squares / mean.divisor**2
+        self._note_norms(of_mean, momentum_before=momentum_before, decay=step.momentum)
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
         deltas = mean.unpack()
         squares = Squares(len(self.theta))
-        squares.add(deltas.split(self.theta_division.sizes), [*range(len(self.theta))])
+        parts = deltas.split(self.theta_division.sizes)
+        squares.add(parts, [*range(len(parts))])
         unmoved = self._unmoved(squares.by_tensor(), deltas)
         parameters = [*self.theta.values()]
         deltas = self.views(deltas.to(self.flat.device))
@@ -284,7 +286,8 @@ class GlobalParameters:
         """
         flat = self.flat
         if self.is_shared:
-            flat = torch.cat([self.whole(name).reshape(-1) for name in self.theta])
+            parts = [self.whole(name).reshape(-1) for name in self.theta]
+            flat = torch.cat(parts)
         self._write(flat, alpha)
         self.copied.write_back()
 
@@ -301,7 +304,8 @@ class GlobalParameters:
         """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""
         if not alpha:
             return set()
-        return set(self.frozen()).union(*self.not_finite(self.held()))
+        odd_globally, odd_here = self.not_finite(self.held())
+        return odd_globally.union(odd_here, self.frozen())
 
     def _gather(self, mean: WeightedMean) -> Tensor:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
@@ -316,7 +320,8 @@ class GlobalParameters:
         parts = self.theta_division.own(self.held())
         pairs = zip(self.theta.values(), parts, strict=False)
         for theta, own in islice(pairs, self.num_parameters):
-            if not torch.equal(own, theta.view(-1).to(own.device, own.dtype)):
+            rounded = theta.view(-1).to(own.device, own.dtype)
+            if not torch.equal(own, rounded):
                 return True
         return False
 
@@ -353,7 +358,8 @@ class GlobalParameters:
         """Each tensor in a buffer that has the shares of all ranks, in its shape."""
         sizes = self.division.whole_sizes
         parts = flat[: sum(sizes)].split(sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes.values(), strict=True)]
+        pairs = zip(parts, self.shapes.values(), strict=True)
+        return [part.view(shape) for part, shape in pairs]
 
     def whole(self, name: str, part: Tensor | None = None) -> Tensor:
         """Return all of a global tensor. If ranks share it, this gathers it: a collective.
@@ -458,7 +464,8 @@ class GlobalParameters:
         """
         self.flat = flat
         self.momentum = momentum
-        for parameter, view in zip(self.theta.values(), self.views(flat), strict=True):
+        views = self.views(flat)
+        for parameter, view in zip(self.theta.values(), views, strict=True):
             # The optimizer holds these Parameters, so their memory is replaced, and not they.
             parameter.data = view
 

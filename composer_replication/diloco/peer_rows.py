@@ -50,7 +50,8 @@ class PeerRow(NamedTuple):
 
     def encode(self) -> bytes:
         """The row as bytes, with a checksum. They are never all zeros, as an empty row is."""
-        row = np.array(tuple(self), _dtype(PeerRow, len(self.digests))).tobytes()
+        kind = _dtype(PeerRow, len(self.digests))
+        row = np.array(tuple(self), kind).tobytes()
         return row + _checksum(row)
 
     @classmethod
@@ -63,7 +64,8 @@ class PeerRow(NamedTuple):
         row = sent[:-CHECKSUM_BYTES]
         if sent != row + _checksum(row):
             raise ValueError("its row in the peer table is damaged")
-        sent_row = cls(*np.frombuffer(row, _dtype(cls, num_digests))[0].item())
+        [numbers] = np.frombuffer(row, _dtype(cls, num_digests))
+        sent_row = cls(*numbers.item())
         decoded = sent_row._replace(
             metrics=GroupMetrics(*sent_row.metrics),
             samples=SyncedSamples(*sent_row.samples),

@@ -104,7 +104,8 @@ class Ledger:
 
     def load_rows(self, rows: Iterable[Iterable[int]]) -> None:
         """Replace the entries by those of ``rows()``, of another group or of a checkpoint."""
-        self.entries = {entry.stream: entry for entry in (SyncedSamples(*row) for row in rows)}
+        entries = [SyncedSamples(*row) for row in rows]
+        self.entries = {entry.stream: entry for entry in entries}
 
     def local_state(self) -> dict[str, Any]:
         """This group's own stream and position, for its checkpoint."""

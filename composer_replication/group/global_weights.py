@@ -77,7 +77,9 @@ class GlobalWeights:
     def saved(self, name: str) -> Tensor:
         """Return this rank's part of what ``state_dict()`` of the model has under a name."""
         live = self._live[name]
-        return held_tensor(live if self._is_left_alone() else self._like(live, self._theta[name]))
+        if self._is_left_alone():
+            return held_tensor(live)
+        return held_tensor(self._like(live, self._theta[name]))
 
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""

@@ -232,9 +232,10 @@ class Reporter:
         Its ``failure`` says why it is no success although nothing failed, as far as this process
         knows; empty if it is one.
         """
-        buffers = {}
+        own_buffers = {}
         if self._settings.sync_buffers == "none":  # each group has its own
-            buffers = persistent_buffers(self._host.model)
+            for name, buffer in persistent_buffers(self._host.model).items():
+                own_buffers[name] = digest_of_tensors({name: buffer})[:8]
         inner_steps = diloco.inner_steps
         outer_steps = diloco.outer_step
         return {
@@ -243,7 +244,7 @@ class Reporter:
             "outer_steps": outer_steps,
             "global_digest": diloco.global_digest(),
             "final_loss": self.final_loss,
-            "own_buffers": {name: digest_of_tensors({name: b})[:8] for name, b in buffers.items()},
+            "own_buffers": own_buffers,
             "failure": why_nothing_was_learned(outer_steps, inner_steps, self.fruitless),
         }
 

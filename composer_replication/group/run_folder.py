@@ -217,10 +217,8 @@ class ReplicaFolder:
         sync = {}
         with self._warnings():
             sync = last_event(self._folder / EVENTS, SYNC)
-        return status | {
-            "batch": max(int(status.get("batch") or 0), int(sync.get("batch") or 0)),
-            "outer_step": int(sync.get(OUTER_STEP) or 0),
-        }
+        batches = [int(each.get("batch") or 0) for each in (status, sync)]
+        return status | {"batch": max(batches), "outer_step": int(sync.get(OUTER_STEP) or 0)}
 
     def read_status(self) -> dict[str, Any]:
         """Return what ``status.json`` says; empty without one."""

@@ -143,8 +143,8 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
 
 def is_loopback(hostname: str) -> bool:
     """Whether all addresses of a name are loopback addresses."""
-    addresses = _addresses(hostname)
-    return bool(addresses) and all(ip_address(a.partition("%")[0]).is_loopback for a in addresses)
+    addresses = {address.partition("%")[0] for address in _addresses(hostname)}
+    return bool(addresses) and all(ip_address(each).is_loopback for each in addresses)
 
 
 def _is_local(hostname: str) -> bool:
@@ -152,7 +152,8 @@ def _is_local(hostname: str) -> bool:
 
 
 def _resolved(hostname: str) -> list[str]:
-    return [str(info[4][0]) for info in socket.getaddrinfo(hostname.strip("[]"), None)]
+    found = socket.getaddrinfo(hostname.strip("[]"), None)
+    return [str(place[0]) for *_, place in found]
 
 
 def _addresses(hostname: str) -> set[str]:

@@ -13,12 +13,16 @@ Answer = TypeVar("Answer")
 
 def rank() -> int:
     """This process's rank: the launcher's, until torch.distributed is initialized."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+    if dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
     """The number of ranks in the group; from the same sources."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def broadcast(value: Any) -> Any:

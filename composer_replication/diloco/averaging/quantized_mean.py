@@ -151,7 +151,8 @@ class QuantizedMean(WeightedMean):
         if tensors is None:
             self.residual.zero_()
             return
-        parts = self.residual[: sum(self.division.sizes)].split(self.division.sizes)
+        sizes = self.division.sizes
+        parts = self.residual[: sum(sizes)].split(sizes)
         for index in tensors:
             parts[index].zero_()
 

@@ -146,7 +146,8 @@ class WeightedMean:
         self._squares = squares
         bucket = self.division.bucket
         followed: list[Any] = []
-        for work, start in zip(works, range(0, self._own.numel(), bucket), strict=False):
+        starts = range(0, self._own.numel(), bucket)
+        for work, start in zip(works, starts, strict=False):
             # While later messages are on their way.
             note_arrived = partial(self._add_squares, squares, slice(start, start + bucket))
             followed.append(Then(work, note_arrived))
@@ -154,7 +155,8 @@ class WeightedMean:
 
     def _add_squares(self, squares: Squares, place: slice) -> None:
         pieces = self.layout.pieces(place)
-        squares.add(self._own[pieces.place].split(pieces.sizes), pieces.indices)
+        values = self._own[pieces.place]
+        squares.add(values.split(pieces.sizes), pieces.indices)
 
     # What has arrived, before the vote.
 

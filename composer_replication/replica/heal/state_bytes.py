@@ -129,7 +129,8 @@ def digest_of_bytes(parts: Sequence[memoryview]) -> str:
         return sha256.digest()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return hashlib.sha256(b"".join(pool.map(sha256_of, _cut(parts)))).hexdigest()
+        of_chunks = b"".join(pool.map(sha256_of, _cut(parts)))
+    return hashlib.sha256(of_chunks).hexdigest()
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
