@@ -117,8 +117,10 @@ class TrainerJob(Host):
             return wanted  # no folder of the Trainer's, which knows what to say of it
         whole, torn = whole_of(found, _problem_on_any_rank)
         if whole is None:  # one that lacks only DiLoCo's part can be loaded, and is refused there
-            whole = next((path for path, problem in torn.items() if problem == NO_STATE), None)
-            torn = dict(takewhile(lambda each: each[0] != whole, torn.items()))
+            without_state = [path for path, problem in torn.items() if problem == NO_STATE]
+            whole = next(iter(without_state), None)
+            newer = takewhile(lambda path: path != whole, torn)
+            torn = {path: torn[path] for path in newer}
         if torn:
             is_own = bool(self.saves_to) and pattern == self.checkpoints  # and so it is locked
             said = set_aside(torn, whole, renames=is_own and self.trainer.args.should_save)
@@ -147,7 +149,9 @@ class TrainerJob(Host):
             trainer.training_step = partial(self._training_step, step)
         if getattr(compute_loss, "func", None) != self._compute_loss:
             trainer.compute_loss = partial(self._compute_loss, compute_loss)
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        trained: set[int] = set()
+        for group in self.optimizer.param_groups:
+            trained.update(map(id, group["params"]))
         trained.difference_update(map(id, trainer.model.parameters()))
         self.beside = {}
         for name, module in _modules_of(trainer):
@@ -232,7 +236,8 @@ class TrainerJob(Host):
             self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             if "metrics" not in inspect.signature(scheduler.step).parameters:
                 scheduler.step()  # the others wait for the metric of an evaluation
-        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         self.trainer.state.global_step = saved["steps"]
 

@@ -149,11 +149,12 @@ class LightningJob(Host):
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         trainer = self.trainer
         loop = trainer.fit_loop.epoch_loop
-        for config, state in zip(trainer.lr_scheduler_configs, saved["schedules"], strict=True):
+        configs = trainer.lr_scheduler_configs
+        for config, state in zip(configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
             scheduler.load_state_dict(state)
-            rates = scheduler.get_last_lr()
-            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            groups = scheduler.optimizer.param_groups
+            for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
             # The donor took the step before it; torch warns if a scheduler steps before the
             # optimizer.
@@ -276,7 +277,8 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if isinstance(loss, torch.Tensor):
             job.losses.add(loss)
         if self.diloco is not None:  # for the bar, whichever it is
-            self.log("outer_step", float(self.diloco.outer_step), prog_bar=True, logger=False)
+            outer_step = float(self.diloco.outer_step)
+            self.log("outer_step", outer_step, prog_bar=True, logger=False)
         if self._steps() == self._done:
             return  # gradients are accumulated
         job.losses.num_steps += 1
@@ -288,7 +290,8 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
 
     def _steps(self) -> tuple[int, int]:
         """Lightning's count, and ours, if steps pass Lightning's wrapper of an optimizer by."""
-        return self._job.steps, 0 if self.diloco is None else self.diloco.inner_steps
+        own = 0 if self.diloco is None else self.diloco.inner_steps
+        return self._job.steps, own
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         if self.diloco is not None:
@@ -301,8 +304,10 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return  # of weights that may not be the run's
         self._group.show_local()
-        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        numbers.pop("outer_step", None)
+        numbers = {}
+        for name, value in trainer.callback_metrics.items():
+            if name != "outer_step":
+                numbers[name] = float(value)
         self._group.note_evaluation(numbers)
 
     def state_dict(self) -> dict[str, Any]:

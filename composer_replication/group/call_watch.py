@@ -70,8 +70,10 @@ def _leave_all() -> None:
 
 def caller(function: Callable[..., object]) -> FrameType | None:
     """Return the frame of a function among the callers of this one, on this thread."""
-    frames = (frame for frame, _ in walk_stack(sys._getframe()))
-    return next((frame for frame in frames if frame.f_code is function.__code__), None)
+    for frame, _ in walk_stack(sys._getframe()):
+        if frame.f_code is function.__code__:
+            return frame
+    return None
 
 
 def is_running(frame: FrameType) -> bool:

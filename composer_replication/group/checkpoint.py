@@ -166,12 +166,16 @@ class CheckpointLayout:
         if not isinstance(like, DTensor):
             return shard.detach()
         whole = as_dtensor(shard.detach(), like).full_tensor()
-        return whole.cpu() if torch.distributed.get_rank() == 0 else whole.new_empty(0)
+        if torch.distributed.get_rank() == 0:
+            return whole.cpu()
+        return whole.new_empty(0)
 
     def _save_in_flight(self, state: Mapping[str, Any] | None) -> dict[str, Any] | str:
         if state is None:
             return ""
-        local = {name: self._save_whole(name, tensor) for name, tensor in state["local"].items()}
+        local = {}
+        for name, tensor in state["local"].items():
+            local[name] = self._save_whole(name, tensor)
         whole = {**state, "local": local}
         if not self._is_sharded:
             return whole
@@ -203,15 +207,11 @@ class CheckpointLayout:
                 theta[name] = held_tensor(live).to(torch.float32, copy=True)
         momentum = self._load_all(saved.get("momentum", {}))
         fragments = []
-        parts = zip(
-            self._fragments, progress["outer_optimizers"], progress["has_momentum"], strict=True
-        )
-        for names, groups, has_momentum in parts:
-            momenta = {}
-            for position, name in enumerate(names):
-                if has_momentum and name in momentum:
-                    momenta[position] = {"momentum_buffer": momentum[name]}
-            optimizer = {"state": momenta, "param_groups": groups}
+        for index, names in enumerate(self._fragments):
+            has_momentum = progress["has_momentum"][index]
+            state = _momentum_state(names, momentum if has_momentum else {})
+            groups = progress["outer_optimizers"][index]
+            optimizer = {"state": state, "param_groups": groups}
             own = {name: theta[name] for name in names}
             fragments.append({"theta": own, "optimizer": optimizer})
         state = {key: progress[key] for key in _PLAIN} | {
@@ -316,6 +316,15 @@ def _momentum_of(fragments: list[dict[str, Any]], *, always: bool) -> dict[str, 
                 buffer = optimizer["state"].get(index, {}).get("momentum_buffer")
                 momentum[name] = torch.zeros_like(like) if buffer is None else buffer
     return momentum
+
+
+def _momentum_state(names: Sequence[str], momentum: Mapping[str, Tensor]) -> dict[int, Any]:
+    """The state of an outer optimizer that has these buffers of these parameters."""
+    state = {}
+    for position, name in enumerate(names):
+        if name in momentum:
+            state[position] = {"momentum_buffer": momentum[name]}
+    return state
 
 
 def theta_of(fragments: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:

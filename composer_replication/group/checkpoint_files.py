@@ -57,7 +57,8 @@ def newest_first(pattern: str) -> list[Path]:
     """
 
     def numbers(path: Path) -> list[int]:
-        return [int(each) for each in re.findall(r"\d+", path.name)]
+        found = re.findall(r"\d+", path.name)
+        return [int(each) for each in found]
 
     found = []
     for path in map(Path, glob(pattern)):

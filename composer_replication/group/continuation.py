@@ -108,8 +108,10 @@ class Continuation:
             ValueError: The previous fit trained other parameters, or the model holds other values
                 than it left.
         """
-        known = set() if self.ended is None else theta_of(self.ended["fragments"]).keys()
-        self.also_synced = {*self.loaded.get("local", {}), *known}
+        known: set[str] = set()
+        if self.ended is not None:
+            known.update(theta_of(self.ended["fragments"]))
+        self.also_synced = known.union(self.loaded.get("local", {}))
         self._resumed = self._read(settings)
         self.loaded = {}
         self.is_resumed = self._resumed is not None

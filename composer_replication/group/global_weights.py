@@ -61,9 +61,10 @@ class GlobalWeights:
                 return  # while they are shown, one rank of DDP may save without the others
             for key, name in own.items():
                 local = state_dict.get(prefix + key)
-                if isinstance(local, nn.Parameter) or local is None:
+                if local is None or isinstance(local, nn.Parameter):
                     continue  # keep_vars=True asks for the model's own tensors
-                state_dict[prefix + key] = self._like(local, self._theta[name])
+                theta = self._theta[name]
+                state_dict[prefix + key] = self._like(local, theta)
 
         return substitute
 
