@@ -70,12 +70,15 @@ class PlannedRun:
     def __post_init__(self) -> None:
         if self.groups < 2:
             raise ValueError(f"groups={self.groups}: use an integer of at least 2")
-        for name in ("params", "step_s", "link_bits_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: use a number above 0")
-        for name in ("rtt_s", "host_s_per_param"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)}: use seconds of 0 or more")
+        # Each by the name of its option.
+        above_0 = {"params": self.params, "step_time": self.step_s, "link": self.link_bits_per_s}
+        for name, value in above_0.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name}={value}: use a number above 0")
+        seconds = {"rtt": self.rtt_s, "host_s_per_param": self.host_s_per_param}
+        for name, value in seconds.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value}: use seconds of 0 or more")
 
     @property
     def train_s(self) -> float:

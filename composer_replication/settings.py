@@ -462,7 +462,7 @@ def check_fits(sync_every: int, num_fragments: int, delay: int, where: str = "")
         fits = f"{below} or {below + num_fragments}" if below else f"{num_fragments}"
         raise ValueError(
             f"{where}sync_every={sync_every} is not divisible by num_fragments={num_fragments}: "
-            f"use {fits}"
+            f"use sync_every={fits}"
         )
     between = sync_every // num_fragments
     if delay >= between:

@@ -77,7 +77,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         raise ConfigError(f"the config has no {SECTION}: see configs/quickstart.yaml")
     read_diloco(diloco_section(config))
     length = str(values.get("max_duration"))
-    if not re.fullmatch(r"\d+(ba|ep|sp|tok|sec|iter)", length):
+    if not re.fullmatch(r"0*[1-9]\d*(ba|ep|sp|tok|sec|iter)", length):
         raise ConfigError(f"max_duration={length}: write 400ba (batches) or 2ep (epochs)")
     return config
 

@@ -177,8 +177,8 @@ def test_numbers_of_parameters_and_links_are_read(read, texts, numbers):
 @pytest.mark.parametrize(("changed", "message"), [
     ({"params": 0}, "params=0: use a number above 0"),
     ({"groups": 1}, "groups=1: use an integer of at least 2"),
-    ({"step_s": math.nan}, "step_s=nan: use a number above 0"),
-    ({"rtt_s": -1.0}, "rtt_s=-1.0: use seconds of 0 or more"),
+    ({"step_s": math.nan}, "step_time=nan: use a number above 0"),
+    ({"rtt_s": -1.0}, "rtt=-1.0: use seconds of 0 or more"),
 ])  # fmt: skip
 def test_a_run_that_cannot_be_is_refused(changed, message):
     with pytest.raises(ValueError) as refused:
@@ -222,7 +222,7 @@ def test_the_table_by_hand():
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--sync-every", "7"], "sync_every=7 is not divisible by num_fragments=2: use 6 or 8"),
+    (["--sync-every", "7"], "7 is not divisible by num_fragments=2: use sync_every=6 or 8"),
     (["--share", "95"], "share=95.0: use a number between 0 and 1, e.g. 0.95"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_the_value_and_the_fix(arguments, message):

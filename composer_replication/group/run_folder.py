@@ -57,8 +57,10 @@ WARN_EVERY_S = 60.0
 
 OUTER_STEP = "diloco/outer_step"
 
-OF_THE_PATH = (errno.EEXIST, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a folder's path: it is a file or below one, or may not be written."""
+OF_THE_PATH = (
+    errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS,
+)  # fmt: skip
+"""Errors of a folder's path: it is a file or below one, or in no place where folders are made."""
 
 
 def make_run_folder(config: Mapping[str, Any], config_path: str | Path) -> Path:

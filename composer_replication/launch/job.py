@@ -22,6 +22,7 @@ from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
 from composer_replication.options import COORDINATOR, HANG_TIMEOUT, HOSTNAME, RUN_DIR
 from composer_replication.training import load_config
+from composer_replication.util.lazy import named_extra
 
 TRAIN = [sys.executable, "-m", "composer_replication", "train", f"{{run_dir}}/{CONFIG}"]
 """The command that trains a group from the config in the run's folder."""
@@ -63,6 +64,7 @@ def job_of(options: JobOptions) -> Job:
 
     Raises:
         ConfigError: It names both or neither, or one of them cannot be used.
+        MissingExtraError: It is a config, and Composer is not installed.
     """
     if not options.command:
         for_commands = ("settings", "set", "run_dir", "resume")
@@ -82,6 +84,9 @@ def job_of(options: JobOptions) -> Job:
                 f"there is no config at {options.config}: give the path of a YAML file, or write "
                 "-- before a command of your own"
             )
+        if find_spec("composer") is None:  # each group would say so, after seconds
+            missing = ModuleNotFoundError(name="composer")
+            raise named_extra("composer-replication launch of a config", missing)
         return Job(
             config=load_config(options.config, options.overrides or []),
             source=str(options.config),
@@ -90,6 +95,9 @@ def job_of(options: JobOptions) -> Job:
             nproc=options.nproc or 1,
         )
     if options.config is not None:
+        unset = next((each for each in options.set or () if "=" not in each), None)
+        if unset is not None:
+            raise ConfigError(f"--set {unset}: write --set {unset}={options.config}")
         raise ConfigError(
             f"{options.config} and a command after --: give settings for a command with --settings "
             "FILE or --set key=value"

@@ -85,6 +85,10 @@ def _usage(error: Any) -> str:
     context, text = error.ctx, error.format_message()
     options = getattr(getattr(error, "param", None), "opts", ())
     words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
+    known = {option for each in context.command.params for option in each.opts}
+    for word in words:
+        if type(error).__name__ == "NoSuchOption" and f"-{word}" in known:
+            text = f"No such option: {word}. Did you mean -{word}?"
     for option, value in itertools.pairwise(words):
         if option in options:
             text = f"{option} {value}: {text.partition(': ')[2] or text}"

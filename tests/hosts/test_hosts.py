@@ -368,5 +368,5 @@ def test_an_optimizer_that_steps_in_backward_is_an_error_after_the_first_step(ho
 
 def test_an_argument_out_of_range_is_an_error_of_one_line_before_any_peer_waits(host):
     settings = {"sync_every": 5, "num_fragments": 2}
-    with pytest.raises(Exception, match="sync_every=5 is not divisible by num_fragments=2: use 4"):
+    with pytest.raises(Exception, match="not divisible by num_fragments=2: use sync_every=4"):
         host.train(Job(settings=settings))

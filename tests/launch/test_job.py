@@ -13,6 +13,7 @@ from scripted_groups import supervise
 
 from composer_replication.config_file import ConfigError, diloco_section, read_yaml, save_config
 from composer_replication.group.run_folder import STATUS
+from composer_replication.launch import job as job_module
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import (
     TRAIN,
@@ -23,6 +24,7 @@ from composer_replication.launch.job import (
 )
 from composer_replication.launch.launcher import launch_groups
 from composer_replication.launch.supervision import MISSING_CALLBACK
+from composer_replication.util.lazy import MissingExtraError
 
 
 def test_a_command_gets_its_group_and_the_runs_folder(tmp_path):
@@ -155,3 +157,10 @@ def test_a_group_gets_its_id_and_its_folder_from_the_environment(tmp_path):
         "COMPOSER_REPLICATION_HANG_TIMEOUT_S": "15",
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def test_a_config_without_composer_is_refused_before_a_group_starts(tmp_path, monkeypatch):
+    (tmp_path / "a.yaml").write_text("max_duration: 1ba")
+    monkeypatch.setattr(job_module, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"config needs Composer: run pip install"):
+        job_of(JobOptions(config=tmp_path / "a.yaml"))
