@@ -183,28 +183,6 @@ class CoordinatorClient:
         known = {field.name for field in dataclasses.fields(RunInfo)}
         return RunInfo(**{name: value for name, value in answer.items() if name in known})
 
-    def check_name_is_free(self, replica_id: str, heartbeat_timeout_s: float) -> None:
-        """Check that no living group has a name. Takes up to half the heartbeat timeout.
-
-        A group that died a moment ago still looks alive, but sends no more heartbeats.
-
-        Raises:
-            NameTakenError: A group of this name sends heartbeats.
-        """
-        began = time.monotonic()
-        # Half the timeout is the longest heartbeat interval, see ``ask_for_run``.
-        while (elapsed := time.monotonic() - began) < heartbeat_timeout_s / 2 + 0.2:
-            replicas = self.ask("GET", "/v1/status", fields={"replicas": list})["replicas"]
-            same = next((r for r in replicas if r["replica_id"] == replica_id), None)
-            if same is None or not same["is_alive"]:
-                return
-            if same["last_seen_s"] is not None and same["last_seen_s"] < elapsed - 0.1:
-                raise NameTakenError(
-                    f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
-                    "of its own, or end that one"
-                )
-            time.sleep(0.1)
-
     def register(self, registration: Mapping[str, Any]) -> None:
         """Register this group under its id, with its model, ranks and address."""
         self.ask("POST", "/v1/replicas", registration, _MEMBER)

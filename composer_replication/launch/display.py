@@ -8,15 +8,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console, ConsoleRenderable
+from rich.console import Console
 from rich.console import Group as Lines
-from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -192,7 +190,7 @@ class Display:
         # Without auto_refresh rich starts no thread of its own, so that the table does not flicker
         # and nothing is drawn after the end. Warnings on the terminal are written above the table.
         to_stderr = sys.stderr.isatty()
-        live = _LiveTable(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
+        live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
         self._run = run
         self._line_at, self._line_step = time.monotonic() - LINE_EVERY_S, 0
@@ -243,24 +241,6 @@ class Display:
         elif is_last or (step > self._line_step and now >= self._line_at + LINE_EVERY_S):
             self._line_at, self._line_step = now, step
             self.say(self._run.status_line)
-
-
-class _LiveTable(Live):
-    """A live display of which nothing stays when the terminal is made narrower.
-
-    The terminal then wraps the lines that are too long, and rich erases as many as it has drawn.
-    """
-
-    _widths: Sequence[int] = ()
-
-    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Erase the rows that the terminal has added, before all that is printed."""
-        width = self.console.width
-        added = sum(max(0, each - 1) // width for each in self._widths)
-        lines = self.console.render_lines(self.renderable, pad=False)
-        self._widths = [*map(Segment.get_line_length, lines)]
-        rows = [(ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)] * added
-        return [Control(*rows), *super().process_renderables(renderables)]
 
 
 def live_table(run: LiveRun, height: int) -> Lines:

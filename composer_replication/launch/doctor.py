@@ -217,7 +217,7 @@ def check_folders(job: Job) -> Iterator[Row]:
 
 
 def check_coordinator(job: Job) -> Iterator[Row]:
-    """The coordinator answers, accepts the token, and would accept this group."""
+    """The coordinator answers, accepts the token, and has the config's settings."""
     if (address := job.options.coordinator_addr) is None:
         return
     from composer_replication.coordinator.client import CoordinatorClient
@@ -233,9 +233,6 @@ def check_coordinator(job: Job) -> Iterator[Row]:
         named = job.options.lighthouse_addr
         job.options = replace(job.options, lighthouse_addr=named or run.lighthouse_addr)
         yield from _tried("settings", run.check_settings, job.section, address)
-        if (name := job.options.replica_id) is not None:
-            timeout_s = run.heartbeat_timeout_s
-            yield from _tried("replica id", asking.check_name_is_free, str(name), timeout_s)
 
 
 def check_lighthouse(job: Job) -> Iterator[Row]:

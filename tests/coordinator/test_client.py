@@ -127,7 +127,6 @@ def test_what_is_not_the_coordinators_json_is_no_answer(service, odd):
     service.answer = ODD[odd]
     for ask in (
         client.info,
-        lambda: client.check_name_is_free("0", 3.0),
         lambda: client.register({}),
         lambda: client.heartbeat("0", {}),
         lambda: client.progress("c4"),

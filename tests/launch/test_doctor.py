@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import closing
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +17,6 @@ from torchft.coordination import LighthouseClient
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
-from composer_replication.coordinator.client import CoordinatorClient
-from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.launch import doctor as checks
 from composer_replication.options import ReplicaOptions
@@ -134,16 +131,6 @@ def test_another_version(coordinator, monkeypatch):
     monkeypatch.setattr(checks, "__version__", "0.0.9")
     assert "'0.0.9'" in of(coordinator)["coordinator"]
     assert "install the same" in of(coordinator)["coordinator"]
-
-
-def test_a_name_that_is_taken(coordinator, monkeypatch):
-    options = ReplicaOptions(replica_id="7", coordinator_addr=coordinator.address)
-    with closing(CoordinatorClient(coordinator.address, TOKEN)) as client:
-        member = Membership(options, client.info(), [{"w": torch.zeros(1)}], world_size=1)
-    monkeypatch.setenv("REPLICA_GROUP_ID", "7")
-    found = of(coordinator)
-    member.leave()
-    assert "give each group a REPLICA_GROUP_ID of its own" in found["replica id"]
 
 
 def test_a_group_in_training_that_cannot_be_reached_from_here(coordinator, closed_port):
