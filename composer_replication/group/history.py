@@ -126,7 +126,8 @@ class History(Course):
                 self.result["eval"] = _measured(event.get("eval"))
                 self.add_digest(self.result["outer_steps"], self.result["global_digest"])
             case run_folder.EVALUATION:
-                self.evaluations.append(event | {"eval": _measured(event["eval"])})
+                row = {"time": at, "batch": event["batch"], "eval": _measured(event["eval"])}
+                self.evaluations.append(row)
             case run_folder.ERROR | run_folder.REJECTION:
                 self.errors.append(Error(at, event.get("type", ""), event["error"]))
             case run_folder.WARNING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -144,18 +144,22 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
         argv: The arguments of the command that was interrupted.
     """
     run = open_run(run_dir)
-    starts = [group.start for group in run.groups.values()]
-    saved = list(filter(None, map(_saved_by, run.groups.values())))
+    saved = _each_once(map(_saved_by, run))
     if not saved:
-        to_save = dict.fromkeys(start["to_save"] for start in starts if start.get("to_save"))
-        fix = " or ".join(to_save) or "a save_folder and save_interval"
+        fix = " or ".join(_each_once(group.start.get("to_save") for group in run))
+        fix = fix or "a save_folder and save_interval"
         print(f"No checkpoint was saved. For a run that can go on: {fix}")
         return
-    print(f"Saved: {', '.join(dict.fromkeys(saved))}")
+    print(f"Saved: {', '.join(saved)}")
     print(f"To go on: {shlex.join(['composer-replication', *_going_on(run_dir, argv)])}")
-    to_load = dict.fromkeys(start["to_load"] for start in starts if start.get("to_load"))
+    to_load = _each_once(group.start.get("to_load") for group in run)
     if "--" in argv and to_load:
         print(f"The script itself has to {' or '.join(to_load)}")
+
+
+def _each_once(texts: Iterable[str | None]) -> list[str]:
+    """The texts in their order, without repetitions and empty ones."""
+    return [*dict.fromkeys(filter(None, texts))]
 
 
 def _saved_by(group: Group) -> str:
@@ -269,32 +273,38 @@ class RunRecord:
 
 
 def _record_of(run: Run) -> dict[str, Any]:
-    groups = run.groups
-    record: dict[str, Any] = {"run_name": run.run_dir.resolve().name, "groups": {}}
-    for id, group in groups.items():
-        error = group.open_errors[-1].text if group.open_errors else None
-        columns = {"inner_share": group.inner_share, "error": error}
-        # What the folder does not know yet, a heartbeat may know.
-        record["groups"][id] = {name: v for name, v in columns.items() if v is not None}
-    record["unregistered"] = {id: _shown_of(group) for id, group in groups.items() if group.status}
-    losses = {id: group.losses.points for id, group in groups.items()}
+    # All groups evaluate the same global parameters.
+    evaluations = max((group.evaluations for group in run), key=len)
+    events = sorted(
+        (at, f"replica group {group.name}{text}") for group in run for at, text in group.told()
+    )
+    record = {
+        "run_name": run.run_dir.resolve().name,
+        "result": [[*row] for row in result_of(run)],
+        "failure": run.failure,
+        "groups": {group.name: _known_of(group) for group in run},
+        "unregistered": {group.name: _shown_of(group) for group in run if group.status},
+        "evaluations": evaluations[-50:],
+        "events": [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]],
+    }
+    # What the folder does not know yet, heartbeats may know.
+    losses = {group.name: group.losses.points for group in run}
     if any(losses.values()):
         record["losses"] = losses
-    agreement = run.agreement(groups.values())
+    agreement = run.agreement(run)
     if agreement is not None:
         record["agreement"] = agreement
-    # All groups evaluate the same global parameters.
-    longest = max((group.evaluations for group in groups.values()), key=len)
-    record["evaluations"] = [{"batch": row["batch"], "eval": row["eval"]} for row in longest[-50:]]
-    record["result"] = [[*row] for row in result_of(run)]
-    record["failure"] = run.failure
-    events = sorted(
-        (at, f"replica group {id}{text}")
-        for id, group in groups.items()
-        for at, text in group.told()
-    )
-    record["events"] = [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]]
     return record
+
+
+def _known_of(group: Group) -> dict[str, Any]:
+    """What a group's folder alone knows of it."""
+    known: dict[str, Any] = {}
+    if group.inner_share is not None:
+        known["inner_share"] = group.inner_share
+    if group.open_errors:
+        known["error"] = group.open_errors[-1].text
+    return known
 
 
 def _shown_of(group: Group) -> dict[str, Any]:

@@ -5,7 +5,7 @@ It reads that folder only, so it also works for a run that goes on or was killed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -25,7 +25,7 @@ LONGEST_ERROR = 200
 
 
 class Run:
-    """What the groups of a run have recorded in its folder.
+    """What the groups of a run have recorded in its folder. Iterating gives them.
 
     Args:
         run_dir: The folder.
@@ -40,6 +40,9 @@ class Run:
         self.run_dir = run_dir
         self.groups = {str(id): Group(run_dir / f"replica_{id}") for id in ids}
 
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.groups.values())
+
     def read(self) -> None:
         """Read what the groups have written since the last call.
 
@@ -49,18 +52,18 @@ class Run:
         groups = map(Group, self.run_dir.glob("replica_*/"))
         known = {group.name: group for group in groups} | self.groups
         self.groups = dict(sorted(known.items(), key=lambda each: _by_number(each[0])))
-        for group in self.groups.values():
+        for group in self:
             group.read()
 
     @property
     def outer_steps(self) -> int:
         """Outer steps of the group with the most."""
-        return max(group.outer_step for group in self.groups.values())
+        return max(group.outer_step for group in self)
 
     @property
     def results(self) -> dict[str, dict[str, Any]]:
         """Final result by replica group, of the groups that have one."""
-        return {id: group.result for id, group in self.groups.items() if group.result}
+        return {group.name: group.result for group in self if group.result}
 
     @property
     def failure(self) -> str:
@@ -68,9 +71,8 @@ class Run:
 
         Empty if it is one, or goes on. Without an end of any group it tells of the run so far.
         """
-        groups = self.groups.values()
-        known = [group for group in groups if group.result]
-        known = known or [group for group in groups if group.num_syncs]
+        known = [group for group in self if group.result]
+        known = known or [group for group in self if group.num_syncs]
         newest = max((group.outer_step for group in known), default=0)
         each = [group.failure for group in known if group.outer_step == newest]
         return each[0] if each and all(each) else ""
@@ -78,7 +80,8 @@ class Run:
     @property
     def evaluation(self) -> dict[str, float]:
         """The newest evaluation of the first group that has one. All evaluate the same."""
-        return next(filter(None, (group.evaluation for group in self.groups.values())), {})
+        each = (group.evaluation for group in self)
+        return next(filter(None, each), {})
 
     @property
     def samples_gap(self) -> dict[str, int] | None:
@@ -169,23 +172,31 @@ def result_of(run: Run) -> list[tuple[str, str]]:
     Terminal, page and report show the same. For a run that goes on it is the result so far.
     """
     rows = []
-    if shown := ", ".join(f"{name} {value:.4g}" for name, value in run.evaluation.items()):
-        rows.append(("evaluation", shown))
+    evaluation = ", ".join(f"{name} {value:.4g}" for name, value in run.evaluation.items())
+    if evaluation:
+        rows.append(("evaluation", evaluation))
     rows += _describe_traffic(run)
     if run.digests:
         rows.append(("global parameters", describe_digests(run)))
-    cosines = max((group.cosines for group in run.groups.values()), key=len)
+    cosines = max((group.cosines for group in run), key=len)
     if len(cosines) == cosines.maxlen:
         momentum, between = map(mean, zip(*cosines, strict=True))
         text = f"cosine with the momentum {momentum:.2f}, between groups {between:.2f}"
         rows.append(("outer loop", text))
-    lost = {id: group.steps_lost for id, group in run.groups.items() if group.steps_lost}
-    if each := ", ".join(f"group {id} {plural(n, 'inner step')}" for id, n in lost.items()):
-        rows.append(("thrown away", each))
-    came_back = {id: group.num_starts - 1 for id, group in run.groups.items()}
-    each = ", ".join(f"group {id} ({plural(n, 'time')})" for id, n in came_back.items() if n > 0)
-    if each:
-        rows.append(("lost and came back", each))
+    lost = [
+        f"group {group.name} {plural(group.steps_lost, 'inner step')}"
+        for group in run
+        if group.steps_lost
+    ]
+    if lost:
+        rows.append(("thrown away", ", ".join(lost)))
+    came_back = [
+        f"group {group.name} ({plural(group.num_starts - 1, 'time')})"
+        for group in run
+        if group.num_starts > 1
+    ]
+    if came_back:
+        rows.append(("lost and came back", ", ".join(came_back)))
     return rows
 
 
@@ -195,7 +206,7 @@ def describe(run: Run) -> list[tuple[str, str]]:
     Raises:
         ValueError: The run has committed no sync yet.
     """
-    if not run.results and not any(group.num_syncs for group in run.groups.values()):
+    if not any(group.result or group.num_syncs for group in run):
         raise ValueError(
             f"{run.run_dir} has no committed sync in replica_<id>/{EVENTS}, so there is nothing "
             "to tell. The first comes after sync_every inner steps; if the run failed before, "
@@ -208,24 +219,26 @@ def describe(run: Run) -> list[tuple[str, str]]:
         text = f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
         text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
         rows.append(("samples", text))
-    for id, group in run.groups.items():
-        rows += [("resumed", f"group {id} {_describe_resume(resume)}") for resume in group.resumes]
+    for group in run:
+        for resume in group.resumes:
+            rows.append(("resumed", f"group {group.name} {_describe_resume(resume)}"))
         if group.num_damaged:
             damaged = plural(group.num_damaged, "line")
-            rows.append(("damaged", f"{damaged} of replica_{id}/{EVENTS} left out"))
+            rows.append(("damaged", f"{damaged} of replica_{group.name}/{EVENTS} left out"))
     rows += _describe_errors(run)
-    measured = [group for group in run.groups.values() if group.inner_share is not None]
-    each = ", ".join(f"group {group.name} {group.inner_share:.0%}" for group in measured)
-    rows += [("time in inner steps", each)] if each else []
+    measured = [group for group in run if group.inner_share is not None]
+    if measured:
+        each = (f"group {group.name} {group.inner_share:.0%}" for group in measured)
+        rows.append(("time in inner steps", ", ".join(each)))
     return rows
 
 
 def _describe_errors(run: Run) -> list[tuple[str, str]]:
     """The errors after which a group has not trained on, each once with the groups that had it."""
     groups_of: dict[str, dict[str, None]] = {}
-    for id, group in run.groups.items():
+    for group in run:
         for error in group.open_errors:
-            groups_of.setdefault(error.text, {})[id] = None
+            groups_of.setdefault(error.text, {})[group.name] = None
     return [
         ("error", shorten(f"{listed_groups([*ids])}: {text}", LONGEST_ERROR, placeholder=" ..."))
         for text, ids in groups_of.items()
@@ -254,7 +267,7 @@ def describe_digests(run: Run) -> str:
 
 
 def _describe_traffic(run: Run) -> list[tuple[str, str]]:
-    group = max(run.groups.values(), key=lambda group: group.num_syncs)
+    group = max(run, key=lambda group: group.num_syncs)
     if not group.bytes_sent:
         return []
     text = (
@@ -340,12 +353,12 @@ def read_run(folder: str | Path) -> RunResult:
         FileNotFoundError: The folder does not exist, or no replica group has written into it.
     """
     run = open_run(folder)
-    settings = [g.start["settings"] for g in run.groups.values() if g.start.get("settings")]
+    settings = [group.start["settings"] for group in run if "settings" in group.start]
     return RunResult(
         settings=DiLoCoSettings(**settings[-1]) if settings else None,
         groups=[
             GroupResult(
-                replica_id=id,
+                replica_id=group.name,
                 starts=group.num_starts,
                 syncs=group.num_syncs,
                 inner_steps=group.inner_steps,
@@ -358,16 +371,21 @@ def read_run(folder: str | Path) -> RunResult:
                 global_digest=group.result.get("global_digest"),
                 errors=[error.text for error in group.errors],
             )
-            for id, group in run.groups.items()
+            for group in run
         ],
         syncs=[
-            {"replica_id": id} | {name: value for name, value in line.items() if name != "event"}
-            for id, group in run.groups.items()
+            {"replica_id": group.name} | {k: v for k, v in line.items() if k != "event"}
+            for group in run
             for line in group
         ],
         evaluations=[
-            {"replica_id": id, "time": row["time"], "batch": row["batch"], **row["eval"]}
-            for id, group in run.groups.items()
+            {
+                "replica_id": group.name,
+                "time": row["time"],
+                "batch": row["batch"],
+                **row["eval"],
+            }
+            for group in run
             for row in group.evaluations
         ],
         failure=run.failure,

@@ -37,7 +37,8 @@ def test_the_record_has_what_the_groups_have_written(run_dir):
     assert 0.5 < record["groups"]["0"]["inner_share"] < 1
     digests = dict.fromkeys("012", "28" * 32)
     assert record["agreement"] == {"outer_step": 40, "digests": digests, "differing": []}
-    assert record["evaluations"] == [{"batch": 400, "eval": {"ppl": 24.5}}]
+    evaluation = {"time": sync_time(SYNCS), "batch": 400, "eval": {"ppl": 24.5}}
+    assert record["evaluations"] == [evaluation]
 
 
 def test_losses_faults_and_joins_are_events(run_dir):
