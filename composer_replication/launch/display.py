@@ -60,52 +60,70 @@ class LiveRun(Run):
         Raises:
             OSError: A file cannot be read.
         """
-        for group in self.groups.values():
+        for group in self:
             group.read()
-        return list(self._news())
+        return [
+            *self._new_warnings(),
+            *self._new_losses_of_steps(),
+            *self._who_is_back(),
+            *self._new_participants(),
+            *self._who_is_silent(),
+            *self._new_difference(),
+        ]
 
-    def _news(self) -> Iterator[str]:
-        warnings = dict.fromkeys(
-            text
-            for group in self.groups.values()
-            for at, text in group.warnings
-            if at >= group.began
-        )
-        yield from (text for text in warnings if text not in self._warnings)
-        self._warnings.update(warnings)
+    def _new_warnings(self) -> Iterator[str]:
+        for group in self:
+            for at, text in group.warnings:
+                if at >= group.began and text not in self._warnings:
+                    self._warnings.add(text)
+                    yield text
+
+    def _new_losses_of_steps(self) -> Iterator[str]:
         thrown_away: dict[str, list[str]] = {}
-        for name, group in self.groups.items():
-            until = self._looked_until.get(name, group.began)
+        for group in self:
+            until = self._looked_until.get(group.name, group.began)
             new = [each for each in group.troubles if each.steps_lost and each.time > until]
             if new:
                 lost = sum(each.steps_lost for each in new)
                 text = f"{plural(lost, 'inner step')} thrown away, {new[-1].why_lost}"
-                thrown_away.setdefault(text, []).append(name)
-            self._looked_until[name] = max(until, group.newest.get("time", 0.0))
-        yield from (f"{listed_groups(names)}: {text}" for text, names in thrown_away.items())
+                thrown_away.setdefault(text, []).append(group.name)
+            self._looked_until[group.name] = max(until, group.newest.get("time", 0.0))
+        for text, names in thrown_away.items():
+            yield f"{listed_groups(names)}: {text}"
+
+    def _who_is_back(self) -> Iterator[str]:
         now = time.monotonic()
-        for name, group in self.groups.items():
+        for group in self:
             if group.phase == RESTARTING:
-                self._away_since.setdefault(name, now)
-            elif group.phase in TRAINING and name in self._away_since:
-                away = format_duration(now - self._away_since.pop(name))
-                yield f"group {name} is back after {away}, at outer step {group.outer_step}"
-        before, self._participants = self._participants, self.participants
+                self._away_since.setdefault(group.name, now)
+            elif group.phase in TRAINING and group.name in self._away_since:
+                away = format_duration(now - self._away_since.pop(group.name))
+                yield f"group {group.name} is back after {away}, at outer step {group.outer_step}"
+
+    def _new_participants(self) -> Iterator[str]:
+        before = self._participants
+        self._participants = self.participants
         if before not in (None, self._participants):
             part = f"{self._participants} of {len(self.groups)} groups took part, {before} before"
             yield f"outer step {self.outer_steps}: {part}"
-        silent = [g.name for g in self.groups.values() if g.silent_s > SAY_SILENT_AFTER_S]
-        new, self._silent = [name for name in silent if name not in self._silent], set(silent)
+
+    def _who_is_silent(self) -> Iterator[str]:
+        before = self._silent
+        self._silent = {each.name for each in self if each.silent_s > SAY_SILENT_AFTER_S}
+        new = [group.name for group in self if group.name in self._silent - before]
         if new:
             yield f"{listed_groups(new)}: no step for {format_roughly(SAY_SILENT_AFTER_S)}"
-        differed, self._differed = self._differed, self.differ
-        if self._differed and not differed:
+
+    def _new_difference(self) -> Iterator[str]:
+        before = self._differed
+        self._differed = self.differ
+        if self._differed and not before:
             yield f"the groups' {self._agreement}"
 
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync, as those that were in it report; None before any."""
-        groups = [group for group in self.groups.values() if group.newest]
+        groups = [group for group in self if group.newest]
         newest = max((group.synced_step for group in groups), default=0)
         numbers = [group.participants for group in groups if group.synced_step == newest]
         return min(filter(None, numbers), default=None)
@@ -113,7 +131,8 @@ class LiveRun(Run):
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
-        return ", ".join(filter(None, (self._newest, self._learned_nothing, self._agreement)))
+        parts = self._newest, self._learned_nothing, self._agreement
+        return ", ".join(filter(None, parts))
 
     @property
     def _newest(self) -> str:
@@ -134,14 +153,12 @@ class LiveRun(Run):
     @property
     def status_line(self) -> str:
         """The state of the whole run, in one line."""
-        groups = self.groups.values()
-        step = max(groups, key=lambda group: group.status.get("batch") or 0).step
-        newest = [group.status.get("loss") for group in self._present]
-        losses = sorted(loss for loss in newest if loss is not None)
+        step = max(self, key=lambda group: group.batch).step
+        losses = sorted(group.loss for group in self._present if group.loss is not None)
         texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
-        left = [group.seconds_left for group in groups if group.seconds_left is not None]
+        left = [group.seconds_left for group in self if group.seconds_left is not None]
         in_trouble: dict[str, list[str]] = {}
-        for group in groups:
+        for group in self:
             if group.mood != "good":
                 in_trouble.setdefault(group.state, []).append(group.name)
         parts = [
@@ -158,8 +175,7 @@ class LiveRun(Run):
     @property
     def _present(self) -> list[Group]:
         """The groups whose newest values are not those of a process that has died."""
-        groups = self.groups.values()
-        return [group for group in groups if group.mood != "bad" and group.phase != RESTARTING]
+        return [group for group in self if group.mood != "bad" and group.phase != RESTARTING]
 
     @property
     def _agreement(self) -> str:
@@ -193,7 +209,8 @@ class Display:
         live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
         self._run = run
-        self._line_at, self._line_step = time.monotonic() - LINE_EVERY_S, 0
+        self._line_at = time.monotonic() - LINE_EVERY_S
+        self._line_step = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_refreshing, daemon=True)
 
@@ -235,11 +252,13 @@ class Display:
         """
         for line in self._run.update():
             self.say(line)
-        now, step = time.monotonic(), self._run.outer_steps
+        now = time.monotonic()
+        step = self._run.outer_steps
         if self._live:
             self._live.update(live_table(self._run, self._console.height), refresh=True)
         elif is_last or (step > self._line_step and now >= self._line_at + LINE_EVERY_S):
-            self._line_at, self._line_step = now, step
+            self._line_at = now
+            self._line_step = step
             self.say(self._run.status_line)
 
 
@@ -250,10 +269,9 @@ def live_table(run: LiveRun, height: int) -> Lines:
         run: The run.
         height: Of the terminal, in lines. If there are more groups, those with a problem are shown.
     """
-    groups = run.groups.values()
-    by_mood = sorted(groups, key=lambda group: group.mood == "good")
+    by_mood = sorted(run, key=lambda group: group.mood == "good")
     chosen = set(by_mood[: max(1, height - OTHER_LINES)])
-    shown = [group for group in groups if group in chosen]
+    shown = [group for group in run if group in chosen]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("group", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=16)
@@ -262,14 +280,12 @@ def live_table(run: LiveRun, height: int) -> Lines:
         table.add_column(name, no_wrap=True, justify="right", min_width=6)
     for group in shown:
         table.add_row(*_row(group))
-    left_out = len(groups) - len(shown)
     style = STYLES["bad" if run.differ or run.failure else "good"]
-    below = [(f"and {plural(left_out, 'other group')}", "")] if left_out else []
-    lines = [
-        Text(text, style=style, no_wrap=True, overflow="ellipsis")
-        for text, style in (*below, (run.overview, style))
-    ]
-    return Lines(table, *lines)
+    overview = Text(run.overview, style=style, no_wrap=True, overflow="ellipsis")
+    left_out = len(by_mood) - len(shown)
+    if left_out:
+        return Lines(table, Text(f"and {plural(left_out, 'other group')}"), overview)
+    return Lines(table, overview)
 
 
 def _row(group: Group) -> Iterator[Text | ProgressBar]:
@@ -278,6 +294,6 @@ def _row(group: Group) -> Iterator[Text | ProgressBar]:
     yield Text("") if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
     yield Text(group.step)
     yield Text("-" if group.participants is None else f"{group.participants}")
-    loss, left = group.status.get("loss"), group.seconds_left
-    yield Text("-" if loss is None else f"{loss:.3f}")
+    yield Text("-" if group.loss is None else f"{group.loss:.3f}")
+    left = group.seconds_left
     yield Text("-" if left is None else format_duration(left))

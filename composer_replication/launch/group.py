@@ -99,8 +99,10 @@ class Group(History):
         trained_at = self.status.get("trained_at")
         if self.phase not in TRAINING or trained_at is None:
             return 0.0
-        left = (self.status.get("max_batches") or 0) - self.status.get("batch", 0)
-        step_s = (self.status.get("seconds_left") or 0.0) / left if left > 0 else 0.0
+        step_s = 0.0
+        left = (self.status.get("max_batches") or 0) - self.batch
+        if left > 0:
+            step_s = (self.status.get("seconds_left") or 0.0) / left
         silent_s = time.time() - trained_at
         return silent_s if silent_s > max(SILENT_AFTER_S, 5 * step_s) else 0.0
 
@@ -125,18 +127,28 @@ class Group(History):
         return max(self.status.get("outer_step") or 0, super().outer_step)
 
     @property
+    def batch(self) -> int:
+        """The batches that the group has trained."""
+        return self.status.get("batch") or 0
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of its last batch; None before it has one."""
+        return self.status.get("loss")
+
+    @property
     def step(self) -> str:
         """The batches that the group has trained, and their number if it is known."""
         if "batch" not in self.status:
             return "-"
-        of = self.status.get("max_batches")
-        return f"{self.status['batch']} / {of}" if of else f"{self.status['batch']}"
+        batches = self.status.get("max_batches")
+        return f"{self.batch} / {batches}" if batches else f"{self.batch}"
 
     @property
     def done(self) -> float | None:
         """The part of its batches that the group has trained, 0 to 1; None if it is not known."""
         batches = self.status.get("max_batches")
-        return min(1.0, self.status.get("batch", 0) / batches) if batches else None
+        return min(1.0, self.batch / batches) if batches else None
 
     @property
     def seconds_left(self) -> float | None:
