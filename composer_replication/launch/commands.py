@@ -41,8 +41,8 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
         signature, hints = inspect.signature(target), get_type_hints(target, include_extras=True)
         helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _descriptions(target), re.M))
         parameters = [
-            each.replace(annotation=_option(each.name, hints[each.name], helps.get(each.name, "")))
-            for each in signature.parameters.values()
+            each.replace(annotation=_option(name, hints[name], helps.get(name, "")))
+            for name, each in signature.parameters.items()
         ]
 
         def act(**given: Any) -> None:

@@ -106,12 +106,16 @@ def doctor(
         The exit status: 0, or 1 if there is an error.
     """
     given = {"coordinator_addr": coordinator, "hostname": hostname}
-    job, table = Job(config, overrides or [], given), Table("", "check", "found, and what to do")
-    rows = [row for check in CHECKS for row in _tried(check.__name__[6:], check, job)]
-    for state, name, text in rows:
-        table.add_row(f"[{STYLES[state]}]{state}", name, text.replace("[", r"\["))
+    job = Job(config, overrides or [], given)
+    table = Table("", "check", "found, and what to do")
+    status = 0
+    for check in CHECKS:
+        for state, name, text in _tried(check.__name__.removeprefix("check_"), check, job):
+            table.add_row(f"[{STYLES[state]}]{state}", name, text.replace("[", r"\["))
+            if state == ERROR:
+                status = FAILED
     Console(highlight=False).print(table)
-    return FAILED if any(state == ERROR for state, _, _ in rows) else 0
+    return status
 
 
 def _tried(name: str, check: Callable[..., Iterable[Row] | None], *given: object) -> Iterator[Row]:
@@ -156,9 +160,10 @@ def check_settings(job: Job) -> Iterator[Row]:
     settings, job.options = read_diloco(job.section)
     listed = ", ".join(f"{name}={in_yaml(value)}" for name, value in job.section.items())
     yield OK, "settings", f"{job.path}: {listed or 'no callbacks.diloco, so the defaults'}"
-    length = str(job.config.get("max_duration"))
-    batches = int(length[:-2]) if re.fullmatch(r"\d+ba", length) else None
-    for text in filter(None, (settings.overlap_warning, settings.momentum_warning(batches))):
+    length = re.fullmatch(r"(\d+)ba", str(job.config.get("max_duration")))
+    batches = int(length[1]) if length else None
+    warnings = settings.overlap_warning, settings.momentum_warning(batches)
+    for text in filter(None, warnings):
         yield WARNING, "settings", text
 
 
@@ -170,8 +175,8 @@ def check_variables(job: Job) -> Iterator[Row]:
     shown = ", ".join(f"{name}={hidden.get(name, os.environ[name])}" for name in named)
     state = WARNING if unread else OK
     yield state, "variables", shown or "none of those that are read here is set"
-    job.options = replace(job.options, **{key: given for key, given in job.given.items() if given})
-    job.options = job.options.with_environment()
+    given = {key: value for key, value in job.given.items() if value}
+    job.options = replace(job.options, **given).with_environment()
 
 
 def check_gpu(job: Job) -> Iterator[Row]:
@@ -198,7 +203,8 @@ def check_gpu(job: Job) -> Iterator[Row]:
 
 def check_folders(job: Job) -> Iterator[Row]:
     """The run's folder and that of the checkpoints can be written, and have space."""
-    run_dir, saved = job.options.run_dir or job.config.get("run_dir"), job.config.get("save_folder")
+    run_dir = job.options.run_dir or job.config.get("run_dir")
+    saved = job.config.get("save_folder")
     if job.is_ours:
         run_dir = run_dir or "runs"  # where `launch` makes a folder for the run
         in_run = with_values(job.config, run_dir=run_dir)
@@ -227,7 +233,8 @@ def check_coordinator(job: Job) -> Iterator[Row]:
         run = asking.info()
         yield OK, "coordinator", f"{address} answers: settings from {run.settings_source}"
         # Of this package and of torchft.
-        here, there = (__version__, version("torchft-nightly")), (run.version, run.torchft)
+        here = __version__, version("torchft-nightly")
+        there = run.version, run.torchft
         if here != there:
             yield ERROR, "coordinator", f"versions {here} here, {there} there: install the same"
         named = job.options.lighthouse_addr

@@ -121,8 +121,9 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
     diloco = diloco_section(config)
     if (limit := of_file.get("start_timeout_s")) is not None:
         diloco["start_timeout_s"] = limit
-    if without := ", ".join(name for name in left_out if name not in followed):
-        source += f" (without {without}: name such options in the command)"
+    without = [name for name in left_out if name not in followed]
+    if without:
+        source += f" (without {', '.join(without)}: name such options in the command)"
     check_command(command)
     run_dir = options.run_dir or of_file.get("run_dir")
     return Job(
@@ -168,9 +169,9 @@ def _script_of(command: Sequence[str]) -> str | None:
     """
     program = re.fullmatch(r"python[\d.]*|composer|torchrun", Path(command[0]).name)
     first = next((word for word in command if word.endswith(".py")), None)
-    if program is None or first is None or "{" in first or {"-c", "-m"} & {*command}:
+    if program is None or first is None or "{" in first:
         return None
-    return first
+    return None if "-c" in command or "-m" in command else first
 
 
 def check_launch(job: Job, replicas: int) -> None:

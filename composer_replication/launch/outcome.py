@@ -310,7 +310,12 @@ def _known_of(group: Group) -> dict[str, Any]:
 def _shown_of(group: Group) -> dict[str, Any]:
     """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
     is_alive = group.phase in ("joining", "evaluating", *TRAINING)
-    return {**group.status, "metrics": group.newest, "is_alive": is_alive, "last_seen_s": None}
+    return {
+        **group.status,
+        "metrics": group.newest,
+        "is_alive": is_alive,
+        "last_seen_s": None,
+    }
 
 
 def write_page(run: Run) -> Path:
@@ -334,8 +339,9 @@ def write_page(run: Run) -> Path:
         columns |= _shown_of(run.groups[id]) | phase | {"is_alive": False}
     shown = read_json(run.run_dir / PAGE_DATA) or {"version": __version__}  # it was killed, or away
     data = with_record({"replicas": [], "events": [], **shown}, record)
-    saved = {"written": time.time(), "files": _files_of(run)}
-    return write_report_html(run.run_dir, data | {"outer_step": run.outer_steps, "report": saved})
+    data["outer_step"] = run.outer_steps
+    data["report"] = {"written": time.time(), "files": _files_of(run)}
+    return write_report_html(run.run_dir, data)
 
 
 def _files_of(run: Run) -> list[str]:

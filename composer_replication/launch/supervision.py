@@ -137,8 +137,11 @@ class Supervisor:
         """
         while True:
             self._poll()
-            records = self.records.items()
-            failed = {id: record.status or 0 for id, record in records if record.end == FAILED}
+            failed = {
+                replica_id: record.status or 0
+                for replica_id, record in self.records.items()
+                if record.end == FAILED
+            }
             have_ended = all(record.end for record in self.records.values())
             if failed or have_ended or self.groups.interrupts.count:
                 for replica_id, record in self.records.items():
@@ -159,11 +162,16 @@ class Supervisor:
         if time.monotonic() < self._join_by:
             return
         self._join_by = math.inf
-        # After a death its own errors say more.
-        ids = [id for id, record in self.records.items() if not record.deaths]
-        if missing := ", ".join(str(id) for id in ids if not self._group(id).has_joined):
+        missing = [
+            str(replica_id)
+            for replica_id, record in self.records.items()
+            if not record.deaths  # after a death its own errors say more
+            and not self._group(replica_id).has_joined
+        ]
+        if missing:
             after = f"after {plural(round(self.start_timeout_s), 'second')}"
-            self.say(f"Replica group {missing} has not joined {after}. {MISSING_CALLBACK}")
+            who = ", ".join(missing)
+            self.say(f"Replica group {who} has not joined {after}. {MISSING_CALLBACK}")
 
     @property
     def restarts(self) -> dict[str, int]:
@@ -192,7 +200,8 @@ class Supervisor:
 
     def _handle_death(self, replica_id: ReplicaId, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
-        end, group = f"group {replica_id} {describe_end(status)}", self._group(replica_id)
+        end = f"group {replica_id} {describe_end(status)}"
+        group = self._group(replica_id)
         was_rejected = group.phase == REJECTED
         if was_rejected:
             status = BAD_INPUT  # a user's script may end with any status
@@ -256,7 +265,8 @@ class Supervisor:
     @property
     def _none_can_start(self) -> bool:
         """Whether each of several groups had an error of its own before it joined."""
-        return len(self.records) > 1 and all(each.failed_starts for each in self.records.values())
+        has_failed = [record.failed_starts > 0 for record in self.records.values()]
+        return len(has_failed) > 1 and all(has_failed)
 
     def _start_again_if_due(self, replica_id: ReplicaId, record: GroupRecord) -> None:
         if time.monotonic() < (record.due or 0.0):
@@ -302,7 +312,9 @@ class Supervisor:
         """Note that a group has ended for good."""
         self.groups.end(replica_id)
         record = self.records[replica_id]
-        record.end, record.due, record.status = phase, None, status
+        record.end = phase
+        record.due = None
+        record.status = status
         self._enter(replica_id, phase)
 
     def _group(self, replica_id: ReplicaId) -> Group:
