@@ -1,7 +1,7 @@
 """Honest groups that train small models: jobs drawn from a seed, to see that nobody is left out.
 
-``python tests/promises/honest_jobs.py 100`` runs a hundred of them, and names those with an alarm.
-``python tests/promises/honest_jobs.py 100 --sick`` makes a group of each sick in one inner step.
+``PYTHONPATH=tests python tests/promises/honest_jobs.py 100`` runs a hundred of them, and names
+those with an alarm; with ``--sick`` a group of each is sick in one inner step.
 """
 
 from __future__ import annotations
@@ -373,22 +373,42 @@ class Outcome:
         return [text for text in self.messages if any(each in text for each in ALARMS)]
 
 
-def run(job: Job, sickness: Sickness | None = None) -> Outcome:
+def run(
+    job: Job, sickness: Sickness | None = None, stopped: Mapping[int, Any] | None = None
+) -> Outcome:
     """Run a job.
 
     Args:
         job: The job.
         sickness: What befalls one of its groups.
+        stopped: What ``stop`` has returned of this job, which then goes on from there.
     """
-    saved: dict[int, Any] = {}
-    stops = [int(job.resumes_at * job.steps), job.steps] if job.resumes_at else [job.steps]
+    saved = dict(stopped or {})
+    stops = [_stop_of(job), job.steps] if job.resumes_at and not saved else [job.steps]
     ends: list[str] = []
     with logged() as messages:
-        for number, stop in enumerate(stops):
-            faults = job.faults if not number else ()
-            replica = partial(train, job, saved=saved, stop=stop, sickness=sickness)
-            ends += simulate(replica, num_replicas=len(job.every), faults=faults, timeout_s=120.0)
+        for at in stops:
+            ends += _run_until(at, job, saved, sickness)
     return Outcome(messages, [end for end in ends if end not in (None, "ended")])
+
+
+def stop(job: Job) -> dict[int, Any]:
+    """Train until all groups stop to be resumed: what each has saved then."""
+    saved: dict[int, Any] = {}
+    _run_until(_stop_of(job), job, saved, None)
+    return saved
+
+
+def _stop_of(job: Job) -> int:
+    return int(job.resumes_at * job.steps)
+
+
+def _run_until(
+    at: int, job: Job, saved: dict[int, Any], sickness: Sickness | None
+) -> Sequence[str]:
+    faults = () if saved else job.faults  # in the first part alone
+    replica = partial(train, job, saved=saved, stop=at, sickness=sickness)
+    return simulate(replica, num_replicas=len(job.every), faults=faults, timeout_s=120.0)
 
 
 def sicken(job: Job, kind: str) -> Sickness:
