@@ -7,7 +7,7 @@
 # make test-hf: the tests of Hugging Face, TRL, Lightning and accelerate, with the newest torch.
 # make test-ray: the test of the example for Ray Train.
 # make gpu-check: the tests and benchmarks that need a GPU, in six minutes; run again, it goes on.
-# make chaos: trains under injected faults (docs/chaos.md). ARGS="--duration 180 --seed 1 --kinds
+# make chaos: trains under injected faults (CONTRIBUTING.md). ARGS="--duration 180 --seed 1 --kinds
 # kill,hang --replicas 3" and the like; with a config or -- and a command in place of the quickstart.
 # make docs: builds the site from docs/ into build/docs.
 # make release-check: builds sdist and wheel, and tries the wheel with the newest torch and with 2.7.

@@ -1,4 +1,4 @@
-"""A component of torchx: one app is one replica group (docs/torchx.md).
+"""A component of torchx: one app is one replica group (docs/machines.md).
 
 torchx run deploy/torchx_component.py:group --replica_id 0 ... -- COMMAND
 """

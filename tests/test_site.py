@@ -1,4 +1,4 @@
-"""The built site in a real browser: what a search finds first, and tables that fit the page.
+"""The built site in a real browser: what a search finds first, and tables and code that fit it.
 
 Run: make docs; pytest tests/test_site.py. It is skipped where the site or a browser is missing.
 """
@@ -61,8 +61,9 @@ def test_a_search_finds_the_right_page_first(page, query, name):
     assert first.get_attribute("href").partition("#")[0] == f"{name}.html"
 
 
-def test_no_table_is_wider_than_its_page(page):
+def test_no_table_and_no_code_is_wider_than_its_page(page):
     for path in SITE.glob("*.html"):
         page.goto(f"/{path.name}")
-        tables = "[...document.querySelectorAll('.table-wrapper')]"
-        assert page.evaluate(f"{tables}.every(e => e.scrollWidth <= e.clientWidth + 2)"), path.name
+        boxes = "[...document.querySelectorAll('.table-wrapper, pre')]"
+        cut = f"{boxes}.filter(e => e.scrollWidth > e.clientWidth + 2).map(e => e.innerText)"
+        assert page.evaluate(cut) == [], path.name

@@ -1,4 +1,4 @@
-"""Replica groups as workers of Ray Train, with Ray's own lighthouse (docs/ray.md).
+"""Replica groups as workers of Ray Train, with Ray's own lighthouse (docs/machines.md).
 
 python deploy/ray/train.py [NUM_GROUPS [BATCHES [RUN_DIR]]]
 """

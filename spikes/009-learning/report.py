@@ -197,7 +197,7 @@ def draw_bytes(results: Results, folder: Path) -> None:
 
 
 def draw_curves(results: Results, folder: Path) -> None:
-    """Draw the training loss of a healthy and of a sick outer loop: docs/outer-loop.md."""
+    """Draw the training loss of a healthy and of a sick outer loop: docs/outer-settings.md."""
     import matplotlib
 
     matplotlib.use("Agg")

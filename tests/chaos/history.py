@@ -34,7 +34,7 @@ class InjectedFault:
 
     Attributes:
         number: From 1 on.
-        kind: The kind; see ``docs/chaos.md``.
+        kind: The kind; see ``CONTRIBUTING.md``.
         victims: The groups that it hits; none for a fault of a service. For ``one_way``, the first
             group cannot reach the second.
         seconds: Duration; None: until the group is started again.
@@ -198,7 +198,7 @@ class History:
         self.write({})  # at every event: the command itself may be killed
 
     def verdict(self, final_digests: Mapping[str, str]) -> dict[str, Any]:
-        """Summarize the run; see ``docs/chaos.md``.
+        """Summarize the run; see ``CONTRIBUTING.md``.
 
         Args:
             final_digests: The digest with which each group ended.

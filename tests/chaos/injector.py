@@ -35,7 +35,7 @@ LASTS_S = {
 }
 """By kind, the shortest and the longest duration of a fault in seconds."""
 KINDS = ("first_round", "kill", "end", "hang", *LASTS_S)
-"""All kinds of faults; ``docs/chaos.md`` describes them."""
+"""All kinds of faults; ``CONTRIBUTING.md`` describes them."""
 FOR_GOOD = 0.25
 """Fraction of the unreachable groups that stay unreachable."""
 

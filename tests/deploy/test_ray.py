@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
     pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: make test-ray"),
-    # torchft's lighthouse, which Ray starts, names itself by the host name (docs/ray.md).
+    # torchft's lighthouse, which Ray starts, names itself by the host name (docs/machines.md).
     pytest.mark.skipif(
         not this_host_resolves(), reason=f"the host name {socket.gethostname()} does not resolve"
     ),

@@ -132,7 +132,7 @@ def test_an_example_has_at_most_sixty_lines(path):
 
 @pytest.mark.parametrize(
     ("name", "page"),
-    [("plain_loop", "examples"), ("switch", "examples"), ("train_fsdp", "fsdp")],
+    [("plain_loop", "loop"), ("switch", "composer-job"), ("train_fsdp", "fsdp")],
 )
 def test_a_script_opens_with_the_commands_of_the_page_which_are_run_there(name, page):
     opening = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
