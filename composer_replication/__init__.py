@@ -34,7 +34,7 @@ __all__ = [
     "replica_shard",
     "simulate",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__ = lazily(
     __name__,
