@@ -19,7 +19,7 @@ html_title = f"{project} {version}"
 html_theme = "furo"
 html_show_copyright = False
 html_show_sphinx = False
-# At 1280 pixels no line is cut: output of 98 columns fits, and longer lines of code are wrapped.
+# No line is cut at 1280 pixels: 98 columns fit, and longer lines are wrapped.
 html_theme_options = {"light_css_variables": {"code-font-size": "var(--font-size--small--3)"}}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

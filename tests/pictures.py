@@ -180,7 +180,7 @@ def main():
     cache = ROOT / ".pytest_cache/d/chromium"  # where the tests keep theirs
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch, chromium(cache) as browser:
-        page = browser.new_page(viewport={"width": 1280, "height": 836})  # up to the table's end
+        page = browser.new_page(viewport={"width": 1280, "height": 960})  # up to the table's end
         page.set_default_timeout(1_800_000)
         page.goto(f"file://{SITE}")
         page.screenshot(path=folder / "site.png")
