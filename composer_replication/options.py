@@ -52,7 +52,7 @@ class WaitKeywords(TypedDict, total=False):
 
     num_replicas: Annotated[int | None, None]
     """How many groups a cold start waits for, this one included. A group that finds others in
-    training joins them, whatever their number. None: 1.
+    training joins them, whatever their number. None: ``NUM_REPLICA_GROUPS``, else 1.
     """
 
     give_up_after_s: Annotated[float | None, None]
@@ -74,7 +74,8 @@ class SyncKeywords(WaitKeywords, total=False):
     """How long this group may go without a completed step, sync, save or evaluation batch, in
     seconds. After that its process counts as hung and ends, with a traceback of every thread in its
     log. A process that is busy gets five times as long, and one that waits for other groups gets an
-    hour and ``timeout`` in addition. ``math.inf``, in YAML ``.inf``: no limit. None: 1800.
+    hour and ``timeout`` in addition. ``math.inf``, in YAML ``.inf``: no limit. None:
+    ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
     """
 
     backup_device: Annotated["torch.device | str | None", None]

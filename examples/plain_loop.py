@@ -30,7 +30,7 @@ sampler = DistributedSampler(dataset, num_replicas=GROUPS, rank=GROUP)
 loader = DataLoader(dataset, batch_size=16, sampler=sampler)
 
 manager = make_manager()  # its id and the lighthouse's address come from the environment
-diloco = DiLoCo(manager, model, optimizer, sync_every=20, num_replicas=GROUPS, digest_every=1)
+diloco = DiLoCo(manager, model, optimizer, sync_every=20, digest_every=1)
 trained = (model, optimizer, diloco)
 if os.path.exists(CHECKPOINT):  # this group was killed
     for each, state in zip(trained, torch.load(CHECKPOINT, weights_only=True), strict=True):

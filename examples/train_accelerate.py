@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from composer_replication import DiLoCo, make_manager, replica_shard
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-GROUP, GROUPS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"))
+GROUP = os.environ["REPLICA_GROUP_ID"]
 SAVED = Path(f"out/accelerate_{GROUP}")  # each group has its own
 
 torch.manual_seed(0)  # all groups start from the same weights
@@ -31,7 +31,7 @@ loader = DataLoader(replica_shard(TensorDataset(images, labels)), batch_size=16,
 accelerator = Accelerator(gradient_accumulation_steps=2)
 model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
 manager = make_manager()
-diloco = DiLoCo(manager, model, optimizer, sync_every=20, num_replicas=GROUPS, digest_every=1)
+diloco = DiLoCo(manager, model, optimizer, sync_every=20, digest_every=1)
 accelerator.register_for_checkpointing(diloco)
 if whole := [int(path.name) for path in SAVED.glob("*[0-9]")]:  # this group was killed
     accelerator.load_state(str(SAVED / str(max(whole))))

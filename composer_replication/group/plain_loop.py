@@ -99,7 +99,7 @@ class DiLoCo(algorithm.DiLoCo):
             inner_optimizer,
             outer_optimizer,
             settings=settings,
-            options=ReplicaOptions(**among(named, SyncKeywords)),
+            options=ReplicaOptions(**among(named, SyncKeywords)).with_environment(),
             start_refusal=start_refusal,
             ranks=ranks,
             also_synced=also_synced,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from dataclasses import replace
 
 import pytest
@@ -212,6 +213,21 @@ def test_a_run_continued_from_any_checkpoint_has_the_same_bits(host, settings, t
 
 
 # ---- other groups ---------------------------------------------------------------------------
+
+
+class NamesThree(TinyMLP):
+    """Built by each group, in whose environment it says that the run has three."""
+
+    def __init__(self, replica_id):
+        super().__init__(replica_id)
+        os.environ["NUM_REPLICA_GROUPS"] = "3"
+
+
+def test_a_group_waits_for_as_many_groups_as_the_environment_says(host, monkeypatch):
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "3")
+    settings = {"num_replicas": None, "start_timeout_s": 0.5}
+    with pytest.raises(Exception, match="2 of 3 replica groups are connected"):
+        host.train(Job(model=NamesThree, settings=settings))
 
 
 LATE = Job(steps=16, settings={"num_replicas": 1}, is_late=True)
