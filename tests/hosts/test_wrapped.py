@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from common import TinyMLP, batch, mse
 from torch import nn
 
 from composer_replication import DiLoCo, make_manager, simulate
-from hosts.host import FarFromZero
+from hosts.host import FarFromZero, as_processes, group_of, weights_of
+from hosts.test_hosts import check_trace
 
 SETTINGS = {"sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "schedule": []}
 
@@ -85,6 +88,33 @@ def test_the_loop_of_fabric_counts_real_steps_under_the_models_own_names():
         diloco.final_sync()
         assert diloco.global_parameters().keys() == TinyMLP().state_dict().keys()
     assert (diloco.inner_steps, diloco.outer_step) == (8, 2)
+
+
+def train_with_fabric(process, job):
+    group = group_of(process, job)
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun and `fabric run` set it
+    from lightning import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=job.ranks, strategy="ddp")
+    fabric.launch()
+    model, optimizer = fabric.setup(own := job.model(group.replica_id), job.optimizer(own))
+    arguments = job.arguments(group.replica_id, group.num_replicas)
+    del arguments["replica_id"]  # the manager's
+    batches = job.batches(group.replica_id, job.steps * job.ranks)
+    with group.manager() as manager, DiLoCo(manager, model, optimizer, **arguments) as diloco:
+        for inputs, targets in batches[fabric.global_rank :: job.ranks]:
+            optimizer.zero_grad()
+            fabric.backward(mse(model, inputs, targets))
+            optimizer.step()
+        diloco.final_sync()
+    return SimpleNamespace(weights=weights_of(own), outer_steps=diloco.outer_step)
+
+
+@pytest.mark.integration
+def test_groups_of_two_ranks_of_fabric_follow_the_trace_that_was_computed_by_hand(tmp_path):
+    pytest.importorskip("lightning")
+    host = SimpleNamespace(train=lambda job: as_processes(train_with_fabric, job, 2))
+    check_trace(host, ranks=2, folder=tmp_path)
 
 
 def test_a_compiled_model_has_the_names_of_the_model():
