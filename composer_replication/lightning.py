@@ -317,6 +317,11 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if self.diloco is not None:
             self._group.fail(exception)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, *event: Any) -> None:
         self._group.end()
         self._group.close()
+
+    def on_fit_end(self, *event: Any) -> None:
+        if self._group.weights is None:  # the checkpoint is of the last step: nothing was trained
+            self.on_train_start(*event)
+            self.on_train_end(*event)

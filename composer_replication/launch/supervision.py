@@ -43,8 +43,8 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 
 MISSING_CALLBACK = (
-    "What trains there needs the callback: Trainer(..., callbacks=[DiLoCoCallback()]) of "
-    "composer_replication, or in llm-foundry's YAML callbacks: {diloco: {}}. If it has it, leave "
+    "What trains there needs the callback: callbacks=[DiLoCoCallback()] (DiLoCoTrainerCallback, "
+    "DiLoCoLightningCallback; llm-foundry: callbacks: {diloco: {}}). If it has it, leave "
     "coordinator_addr, lighthouse_addr and run_dir out of its arguments"
 )
 

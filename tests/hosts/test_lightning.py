@@ -237,6 +237,17 @@ def test_a_checkpoint_of_a_training_without_diloco_is_refused_in_one_line(tmp_pa
         trainer.fit(module_of(), loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
+def test_a_run_continued_from_its_last_step_ends_with_what_it_had(tmp_path):
+    def train():
+        saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
+        trainer = trainer_of(diloco := alone(), saver, max_steps=8)
+        trainer.fit(module_of(), loader_of(0, 8), ckpt_path="last")
+        return diloco.result["global_digest"], diloco.result["inner_steps"]
+
+    first = train()
+    assert train() == first and first[1] == 8
+
+
 # ---- other groups ----------------------------------------------------------------------------
 
 
