@@ -60,11 +60,11 @@ def train_group(process: Process, job: Job) -> Outcome | None:
     group = group_of(process, job)
     if job.is_late and group.replica_id == 1:
         group.signal.wait()
+    net = job.model(group.replica_id)
     arguments = job.arguments(group.replica_id, group.num_replicas)
     callback = DiLoCoTrainerCallback(
         lighthouse_addr=group.lighthouse_addr, timeout=20.0, **arguments
     )
-    net = job.model(group.replica_id)
     model = WithLoss(net)
     if job.is_sharded:
         fully_shard(net)
