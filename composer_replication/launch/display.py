@@ -291,7 +291,10 @@ def live_table(run: LiveRun, height: int) -> Lines:
 def _row(group: Group) -> Iterator[Text | ProgressBar]:
     yield Text(group.name, style=STYLES[group.mood])
     yield Text(group.state, style=STYLES[group.mood])
-    yield Text("") if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
+    if group.done is None:
+        yield Text("")
+    else:
+        yield ProgressBar(1.0, group.done, complete_style="cyan")
     yield Text(group.step)
     yield Text("-" if group.participants is None else f"{group.participants}")
     yield Text("-" if group.loss is None else f"{group.loss:.3f}")

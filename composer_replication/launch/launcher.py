@@ -251,7 +251,9 @@ def run_group(
         interrupts = opened.enter_context(Interrupts())
         groups = opened.enter_context(ReplicaGroups(folder, interrupts, keeps_logs=False))
         # A command that starts its own ranks may need what an engine says about its nodes.
-        inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
+        inherited = dict(os.environ)
+        if nproc not in (None, 1):
+            inherited = without_ranks(inherited)
         variables = inherited | group_environment(replica_id, folder, hang_timeout_s)
 
         def start(replica_id: ReplicaId) -> None:

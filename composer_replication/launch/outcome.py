@@ -165,7 +165,8 @@ def _each_once(texts: Iterable[str | None]) -> list[str]:
 def _saved_by(group: Group) -> str:
     """Say where a group's newest checkpoint is; empty if it has saved none."""
     newest = newest_whole(group.start.get("checkpoints") or "")
-    remote = [folder for folder in group.start.get("saves_to") or () if "://" in folder]
+    folders = group.start.get("saves_to") or ()
+    remote = [folder for folder in folders if "://" in folder]
     if newest is not None or remote:
         return ", ".join(remote or [str(newest)])
     # A loop of one's own alone knows where.
@@ -201,7 +202,8 @@ def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Super
         else:
             explain_failure(run_dir, replica_id, status)
     for error, ids in groups.items():
-        path, here = log_path(run_dir, ids[0]), Path.cwd()
+        here = Path.cwd()
+        path = log_path(run_dir, ids[0])
         shown = path.relative_to(here) if path.is_relative_to(here) else path
         print_error(f"Error: {error} ({listed_groups([*map(str, ids)])}, {shown})")
 

@@ -87,6 +87,7 @@ def _usage(error: Any) -> str:
     words = [part for word in sys.argv[1:] for part in word.split("=", 1)]
     known = {option for each in context.command.params for option in each.opts}
     for word in words:
+        # Click takes the letters behind a single hyphen for options of their own.
         if type(error).__name__ == "NoSuchOption" and f"-{word}" in known:
             text = f"No such option: {word}. Did you mean -{word}?"
     for option, value in itertools.pairwise(words):

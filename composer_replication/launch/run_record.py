@@ -51,7 +51,7 @@ class Run:
         """
         groups = map(Group, self.run_dir.glob("replica_*/"))
         known = {group.name: group for group in groups} | self.groups
-        self.groups = dict(sorted(known.items(), key=lambda each: _by_number(each[0])))
+        self.groups = {name: known[name] for name in sorted(known, key=_by_number)}
         for group in self:
             group.read()
 
@@ -96,9 +96,11 @@ class Run:
     @property
     def differing_buffers(self) -> list[str]:
         """Names of the buffers in which the groups' models differ, with ``sync_buffers: none``."""
-        own = [result.get("own_buffers") or {} for result in self.results.values()]
-        names = dict.fromkeys(name for digests in own for name in digests)
-        return [name for name in names if len({digests.get(name) for digests in own}) > 1]
+        digests_of: dict[str, set[str]] = {}
+        for result in self.results.values():
+            for name, digest in (result.get("own_buffers") or {}).items():
+                digests_of.setdefault(name, set()).add(digest)
+        return [name for name, digests in digests_of.items() if len(digests) > 1]
 
     def agreement(self, groups: Iterable[Group]) -> dict[str, Any] | None:
         """Compare the digests of some of the groups, see ``agreement_of``."""

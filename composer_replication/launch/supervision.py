@@ -295,11 +295,14 @@ class Supervisor:
 
     def _has_nobody_to_join(self, replica_id: ReplicaId) -> bool:
         """Whether some groups have finished, and none is training that this group could join."""
-        others = {id: record for id, record in self.records.items() if id != replica_id}
-        has_ended = any(record.end == FINISHED for record in others.values())
-        return has_ended and all(
-            record.end or record.due is not None or self._is_rejoining(id)
-            for id, record in others.items()
+        others = self.records.keys() - {replica_id}
+        if not any(self.records[other].end == FINISHED for other in others):
+            return False
+        return all(
+            self.records[other].end
+            or self.records[other].due is not None
+            or self._is_rejoining(other)
+            for other in others
         )
 
     def _is_rejoining(self, replica_id: ReplicaId) -> bool:
