@@ -120,7 +120,9 @@ $(RAY)/.installed: pyproject.toml
 	touch $@
 
 # -W: a warning is an error; -n: so is a link without a target. Needs no network.
+# Anew, else a page that is gone stays.
 docs: $(DOCS)/.installed
+	rm -rf build/docs
 	$(DOCS)/bin/python -m sphinx -W --keep-going -n -q docs build/docs
 	@echo "The site is in build/docs/index.html."
 

@@ -52,17 +52,18 @@ def train(
     try:
         with group.training(
             model, 1, options={"timeout": 60.0} | (options or {}), **settings or {}
-        ) as (diloco, inner, manager):
+        ) as own:
+            manager = own.manager
             has_begun = False
             while not (
                 syncs_after >= ENOUGH and (group.replica_id == first or group.over.is_set())
             ):
                 time.sleep(0.1)
-                if diloco.outer_step >= SYNCS_BEFORE and not has_begun:
+                if own.diloco.outer_step >= SYNCS_BEFORE and not has_begun:
                     has_begun, last = True, time.monotonic()
                     trouble(group, manager)
-                take_step(inner, -1.0)
-                for report in diloco.pop_finished_syncs():
+                take_step(own.inner, -1.0)
+                for report in own.diloco.pop_finished_syncs():
                     lost, retries = lost + report.steps_lost, retries + report.retries
                     if has_begun:
                         longest = max(longest, time.monotonic() - last)
