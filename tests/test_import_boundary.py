@@ -14,7 +14,7 @@ HEAVY = ("torch", "torchft", "composer", "torchmetrics")
 MAY_IMPORT = {
     "util": "",
     "diloco": "",
-    "replica": "diloco simulation",
+    "replica": "diloco",
     "coordinator": "diloco replica",
     "data": "coordinator diloco replica",
     "group": "coordinator data diloco replica",
@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "hf.py": "coordinator data diloco group hf_job replica",
     "hf_job.py": "diloco group replica",
     "lightning.py": "data diloco group",
-    "simulation": "",
+    "simulation": "replica",
     "config_file.py": "replica",
     "training.py": "callback config_file coordinator data diloco group replica simulation",
     "launch": "config_file coordinator data diloco group plan replica training",

@@ -1,8 +1,8 @@
 """The connection of one replica group to the others: a torchft Manager that waits and recovers.
 
 ``make_manager`` builds it. Read ``manager.py`` first, then ``quorum_member.py``. ``heal`` gives a
-joiner the global state. A group that trains alone has a ``SingleGroupManager`` and uses nothing
-else here. This package may import ``diloco`` and ``simulation``, and not Composer.
+joiner the global state. A group that trains alone has the manager of ``single_group.py`` and uses
+nothing else here. This package may import ``diloco``, and not Composer.
 """
 
 from typing import TYPE_CHECKING

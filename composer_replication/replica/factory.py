@@ -50,9 +50,8 @@ from composer_replication.replica.manager import ReplicaManager, free_uuids
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store, make_process_group
 from composer_replication.replica.quorum import check_ranks
-from composer_replication.replica.ranks import ask_on_rank_0, do_all_ranks_agree
-from composer_replication.simulation.manager import SimulatedManager
-from composer_replication.simulation.shared_buffer import SharedBuffer
+from composer_replication.replica.ranks import ask_on_rank_0
+from composer_replication.replica.single_group import SingleGroupManager
 from composer_replication.util.connections import raise_file_limit
 
 log = logging.getLogger(__name__)
@@ -65,32 +64,6 @@ QUORUM_RETRIES = 4 * 3600
 was killed and came back at once, the survivors commit 0.3 s later, and not a second."""
 
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
-
-
-class SingleGroupManager(SimulatedManager):
-    """Takes the place of torchft's ``Manager`` where a run has one replica group.
-
-    It is the manager of a simulation with one group, which opens no socket and starts no thread and
-    no process. A sum over the groups is the group's own tensor, there is nobody to heal or to be
-    healed by, and the counters are those of torchft. So training, checkpoints and rounding in a
-    quantized wire format are bitwise those of one group with a lighthouse.
-
-    All ranks of the group vote on each sync, over torch.distributed's default process group: an
-    error of one rank fails the sync on all. A vote waits for the other ranks at most as long as
-    that process group waits for a collective.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(SharedBuffer(1, faults=(), timeout_s=None), replica_id=0)
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """No groups, so that no log line names them: one says already that this one is alone."""
-        return ()
-
-    def should_commit(self) -> bool:
-        """Vote with the other ranks of the group. Returns whether none of them has an error."""
-        return do_all_ranks_agree(self.errored() is None) and super().should_commit()
 
 
 @shows(ManagerKeywords)

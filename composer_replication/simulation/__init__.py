@@ -1,6 +1,7 @@
 """Simulated replica groups: threads of one process, scripted faults, no network, no lighthouse.
 
-``simulate`` runs them. Read ``simulation.py`` first. This package imports nothing else of ours.
+``simulate`` runs them. Read ``simulation.py`` first. A replica's manager is that of a group that
+trains alone (``replica/single_group.py``), with peers.
 """
 
 from typing import TYPE_CHECKING

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from composer_replication.replica.single_group import Collective, SingleGroupManager
 from composer_replication.settings import compare_groups
 from composer_replication.simulation.shared_buffer import Quorum, Request, SharedBuffer, Stopped
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SimulatedWork:
-    """Replaces the Work that a Manager's collectives return.
-
-    Args:
-        finish: Waits for all members and writes the result. Returns whether that succeeded.
-    """
-
-    finish: Callable[[], bool]
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait for all members, then write the result into its tensor.
-
-        Args:
-            timeout: Ignored. ``simulate`` has one timeout for every wait.
-
-        Returns:
-            Whether the collective succeeded. An error is reported to the manager, as in torchft.
-        """
-        del timeout
-        return self.finish()
-
-
-class SimulatedManager:
+class SimulatedManager(SingleGroupManager):
     """Replaces ``torchft.manager.Manager`` with ``use_async_quorum=False``.
 
     Args:
@@ -51,42 +27,12 @@ class SimulatedManager:
     """
 
     def __init__(self, network: SharedBuffer, replica_id: int, min_replica_size: int = 1) -> None:
-        self._use_async_quorum = False
+        super().__init__()
         self._network = network
         self._replica_id = replica_id
         self._min_replica_size = min_replica_size
-        self._step = 0
-        self._batches_committed = 0
         self._quorum: Quorum | None = None
         self._num_collectives = 0
-        self._has_failed = False
-        self._error: Exception | None = None
-        self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-        self.asks_to_gather = False
-        """Whether this replica asks that messages are gathered, and not summed."""
-        self.settings: dict[str, Any] = {}
-        """All that has to be equal in all replicas; DiLoCo sets it."""
-        self.fault = None
-        """Nobody says which replica made the last sync fail."""
-        self.longest_wait_s = math.inf
-        """Waits have no timeouts here."""
-
-    def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
-    ) -> None:
-        """Register a part of the state that a heal transfers.
-
-        Args:
-            key: Name of the part.
-            load_state_dict: Loads the part from a donor's state.
-            state_dict: Returns the part.
-
-        Raises:
-            ValueError: The key is registered already.
-        """
-        if key in self._state_dict_fns:
-            raise ValueError(f"state dict key {key!r} is registered already")
-        self._state_dict_fns[key] = (load_state_dict, state_dict)
 
     def _user_state_dict(self) -> dict[str, Any]:
         return {key: save() for key, (_, save) in self._state_dict_fns.items()}
@@ -138,10 +84,6 @@ class SimulatedManager:
     def _fault_happens(self, kind: str) -> bool:
         return self._network.consume_fault(kind, self._replica_id, self._step)
 
-    def current_step(self) -> int:
-        """The number of committed syncs."""
-        return self._step
-
     def num_participants(self) -> int:
         """The number of members of the quorum; 0 before the first one."""
         return len(self._quorum.members) if self._quorum else 0
@@ -167,7 +109,7 @@ class SimulatedManager:
 
     def allreduce(
         self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
-    ) -> SimulatedWork:
+    ) -> Collective:
         """Start to replace a tensor by its sum or mean over the quorum.
 
         Args:
@@ -195,7 +137,7 @@ class SimulatedManager:
 
         return self._start(tensor, tensor, combine)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> SimulatedWork:
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
         """Start to exchange chunks: member ``i`` receives the ``i``-th chunk of every member.
 
         Args:
@@ -208,7 +150,7 @@ class SimulatedManager:
             sent, received, lambda parts: torch.cat([part.chunk(groups)[rank] for part in parts])
         )
 
-    def all_gather(self, gathered: Tensor, own: Tensor) -> SimulatedWork:
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
         """Start to concatenate the tensors of all members.
 
         Args:
@@ -219,7 +161,7 @@ class SimulatedManager:
 
     def _start(
         self, sent: Tensor, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
-    ) -> SimulatedWork:
+    ) -> Collective:
         """Send a tensor to all members.
 
         Args:
@@ -248,15 +190,7 @@ class SimulatedManager:
                 torch.accelerator.synchronize()
             return True
 
-        return SimulatedWork(finish)
-
-    def errored(self) -> Exception | None:
-        """The error of this quorum; None if there is none."""
-        return self._error
-
-    def report_error(self, e: Exception) -> None:
-        """Record an error, so that this replica votes against the commit."""
-        self._error = e
+        return Collective(finish)
 
     def should_commit(self) -> bool:
         """Decide whether this replica commits the sync. As in torchft, each replica decides alone.
@@ -279,31 +213,6 @@ class SimulatedManager:
         self._step += 1
         self._batches_committed += self.num_participants()
         return True
-
-    def allow_state_dict_read(self) -> None:
-        """Do nothing: a donor's state is read only while the donor waits in a quorum."""
-
-    def disallow_state_dict_read(self) -> None:
-        """Do nothing, for the reason given at ``allow_state_dict_read``."""
-
-    def state_dict(self) -> dict[str, int]:
-        """The step counters, for a checkpoint."""
-        return {"step": self._step, "batches_committed": self._batches_committed}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Restore the step counters from a checkpoint."""
-        self._step = state_dict["step"]
-        self._batches_committed = state_dict["batches_committed"]
-
-    def fetched_state(self) -> None:
-        """No state: a replica heals in the quorum, and its peers wait for nothing then."""
-
-    def serve_state(self, source: object) -> None:
-        """Serve nothing, for the reason given at ``fetched_state``."""
-
-    def on_other_datasets(self) -> list[str]:
-        """No replicas: they do not tell each other what they divide."""
-        return []
 
     def shutdown(self, wait: bool = True) -> None:
         """Leave the simulation, so that the peers' next quorum does not wait for this replica."""

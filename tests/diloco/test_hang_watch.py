@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from composer_replication.diloco.torchft_api import StockManager
-from composer_replication.replica.factory import SingleGroupManager
+from composer_replication.replica.single_group import SingleGroupManager
 
 # Of half a second: when others have the processor, a busy process is taken for an idle one.
 pytestmark = [pytest.mark.integration, pytest.mark.alone]

@@ -9,8 +9,8 @@ from typing import Any, assert_type
 
 from composer_replication import DiLoCo, DiLoCoCallback
 from composer_replication.replica import make_manager
-from composer_replication.replica.factory import SingleGroupManager
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.single_group import SingleGroupManager
 
 
 def typed(manager: ReplicaManager, model: Any, optimizer: Any) -> None:

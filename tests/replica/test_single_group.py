@@ -11,7 +11,8 @@ import threading
 import psutil
 import pytest
 
-from composer_replication.replica.factory import SingleGroupManager, make_manager
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.single_group import SingleGroupManager
 
 
 @pytest.fixture(autouse=True)

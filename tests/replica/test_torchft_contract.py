@@ -31,8 +31,8 @@ from composer_replication.diloco.torchft_api import (
     StockManager,
     as_diloco_manager,
 )
-from composer_replication.replica.factory import SingleGroupManager
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.single_group import SingleGroupManager
 from composer_replication.simulation.simulation import simulate
 
 PACKAGE = Path(__file__).parents[2] / "composer_replication"

@@ -1,0 +1,204 @@
+"""The manager of a group that trains alone: it opens no socket, and starts no thread or process.
+
+It imports nothing else of replica/ but the ranks: the simulation's manager is made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from composer_replication.replica.ranks import do_all_ranks_agree
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Replaces the Work that a Manager's collectives return.
+
+    Args:
+        finish: Waits for all members and writes the result. Returns whether that succeeded.
+    """
+
+    finish: Callable[[], bool]
+
+    def wait(self, timeout: object = None) -> bool:
+        """Wait for all members, then write the result into its tensor.
+
+        Args:
+            timeout: Ignored: a group that is alone waits for nobody, and ``simulate`` has one
+                timeout for every wait.
+
+        Returns:
+            Whether the collective succeeded. An error is reported to the manager, as in torchft.
+        """
+        del timeout
+        return self.finish()
+
+
+class SingleGroupManager:
+    """Takes the place of torchft's ``Manager`` where a run has one replica group.
+
+    A sum over the groups is the group's own tensor, there is nobody to heal or to be healed by, and
+    the counters are those of torchft. So training, checkpoints and rounding in a quantized wire
+    format are bitwise those of one group with a lighthouse.
+
+    All ranks of the group vote on each sync, over torch.distributed's default process group: an
+    error of one rank fails the sync on all. A vote waits for the other ranks at most as long as
+    that process group waits for a collective.
+    """
+
+    def __init__(self) -> None:
+        self._use_async_quorum = False
+        self._min_replica_size = 1
+        self._step = 0
+        self._batches_committed = 0
+        self._has_failed = False
+        self._error: Exception | None = None
+        self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
+        self._connection: int | None = None
+        self._gathers = False
+        self.asks_to_gather = False
+        """Whether this group asks that messages are gathered, and not summed."""
+        self.settings: dict[str, Any] = {}
+        """All that has to be equal in all groups; DiLoCo sets it."""
+        self.fault = None
+        """Nobody says which group made the last sync fail."""
+        self.longest_wait_s = math.inf
+        """Waits have no timeouts here."""
+
+    def register_state_dict_fn(
+        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+    ) -> None:
+        """Register a part of the state that a heal transfers.
+
+        Args:
+            key: Name of the part.
+            load_state_dict: Loads the part from a donor's state.
+            state_dict: Returns the part.
+
+        Raises:
+            ValueError: The key is registered already.
+        """
+        if key in self._state_dict_fns:
+            raise ValueError(f"state dict key {key!r} is registered already")
+        self._state_dict_fns[key] = (load_state_dict, state_dict)
+
+    # ---- the quorum ------------------------------------------------------------------------------
+
+    def start_quorum(self) -> None:
+        """Begin a sync. As in torchft, a connection is made anew after an attempt that failed."""
+        has_failed = self._has_failed or self._error is not None
+        self._error = None
+        self._has_failed = False
+        self._gathers = self.asks_to_gather
+        if self._connection is None:
+            self._connection = 0
+        elif has_failed:
+            self._connection += 1
+
+    def current_step(self) -> int:
+        """The number of committed syncs."""
+        return self._step
+
+    def num_participants(self) -> int:
+        """The number of members of the quorum; 0 before the first one."""
+        return 0 if self.connection is None else 1
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a member of the quorum asks that messages are gathered."""
+        return self._gathers
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """No groups, so that no log line names them: one says already that this one is alone."""
+        return ()
+
+    @property
+    def connection(self) -> int | None:
+        """The number of the connection to the members of the quorum; None before the first one."""
+        return self._connection
+
+    def participating_rank(self) -> int | None:
+        """The rank of this group in the quorum; None before the first one."""
+        return None if self.connection is None else 0
+
+    # ---- collectives: the result is what this group has sent ------------------------------------
+
+    def allreduce(
+        self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
+    ) -> Collective:
+        """Start to replace a tensor by its sum or mean over the groups, which it is already."""
+        del tensor, should_quantize, reduce_op
+        return Collective(self._is_sound)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
+        """Start to exchange chunks: the one that this group receives is all that it has sent."""
+        return self._copy(received, sent)
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
+        """Start to concatenate the tensors of all members."""
+        return self._copy(gathered, own)
+
+    @torch.no_grad()
+    def _copy(self, result: Tensor, sent: Tensor) -> Collective:
+        result.copy_(sent)
+        return Collective(self._is_sound)
+
+    def _is_sound(self) -> bool:
+        return self._error is None
+
+    # ---- the vote --------------------------------------------------------------------------------
+
+    def errored(self) -> Exception | None:
+        """The error of this quorum; None if there is none."""
+        return self._error
+
+    def report_error(self, e: Exception) -> None:
+        """Record an error, so that this group votes against the commit."""
+        self._error = e
+
+    def should_commit(self) -> bool:
+        """Vote with the other ranks of the group. Returns whether none of them has an error."""
+        self._has_failed = not do_all_ranks_agree(self._error is None)
+        if not self._has_failed:
+            self._step += 1
+            self._batches_committed += 1
+        return not self._has_failed
+
+    # ---- the state -------------------------------------------------------------------------------
+
+    def allow_state_dict_read(self) -> None:
+        """Do nothing: nobody reads the state while it changes."""
+
+    def disallow_state_dict_read(self) -> None:
+        """Do nothing, for the reason given at ``allow_state_dict_read``."""
+
+    def state_dict(self) -> dict[str, int]:
+        """The step counters, for a checkpoint."""
+        return {"step": self._step, "batches_committed": self._batches_committed}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Restore the step counters from a checkpoint."""
+        self._step = state_dict["step"]
+        self._batches_committed = state_dict["batches_committed"]
+
+    def fetched_state(self) -> None:
+        """No state: nobody downloads one before a quorum."""
+
+    def serve_state(self, source: object) -> None:
+        """Serve nothing, for the reason given at ``fetched_state``."""
+
+    def on_other_datasets(self) -> list[str]:
+        """No groups: they do not tell each other what they divide."""
+        return []
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Do nothing: nobody waits for this group."""
+        del wait
