@@ -62,7 +62,6 @@ class SingleGroupManager:
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self._connection: int | None = None
-        self._gathers = False
         self.asks_to_gather = False
         """Whether this group asks that messages are gathered, and not summed."""
         self.settings: dict[str, Any] = {}
@@ -96,7 +95,6 @@ class SingleGroupManager:
         has_failed = self._has_failed or self._error is not None
         self._error = None
         self._has_failed = False
-        self._gathers = self.asks_to_gather
         if self._connection is None:
             self._connection = 0
         elif has_failed:
@@ -113,7 +111,7 @@ class SingleGroupManager:
     @property
     def gathers(self) -> bool:
         """Whether a member of the quorum asks that messages are gathered."""
-        return self._gathers
+        return self.asks_to_gather  # DiLoCo sets it between two quorums
 
     @property
     def members(self) -> tuple[str, ...]:
