@@ -44,6 +44,7 @@ with diloco:  # waits for the other groups, or takes over their state if they tr
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()
             loss.backward()
+            diloco.note_loss(loss)  # for the page and the report
             optimizer.step()  # every 20th one syncs with the other groups
             for sync in diloco.pop_finished_syncs():
                 print(f"step {sync.outer_step}: {sync.num_participants} groups, loss {loss:.3f}")

@@ -41,6 +41,7 @@ with diloco:  # waits for the other groups, or takes over their state if they tr
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
+                diloco.note_loss(loss)  # for the page
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()  # every 20th real one syncs with the other groups
                 schedule.step()
@@ -54,7 +55,6 @@ with diloco:  # waits for the other groups, or takes over their state if they tr
             if diloco.inner_steps >= STEPS:
                 break
     diloco.final_sync()  # the model now holds the global parameters
-    digest = diloco.global_digest()
-    accelerator.print(f"global parameters: {digest}")
+    accelerator.print(f"global parameters: {diloco.global_digest()}")
 accelerator.save_model(model, SAVED / "final")
 manager.shutdown()

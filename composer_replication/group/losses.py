@@ -12,7 +12,7 @@ class Losses:
     """Adds up losses on their device, for which no step waits.
 
     Attributes:
-        num_steps: Steps since the last ``pop_mean``; a trainer counts them, since one may have
+        num_steps: Steps since the last mean; a trainer counts them, since one may have
             several losses that are a part of its own each.
     """
 
@@ -27,13 +27,20 @@ class Losses:
 
     def pop_mean(self) -> float | None:
         """The mean loss of the steps since the last call, over the group's ranks; None if none."""
+        own = self._pop_own()
+        if own is not None and torch.distributed.is_initialized():
+            own = own / world_size()
+            torch.distributed.all_reduce(own)
+        return None if own is None else own.item()
+
+    def pop_own_mean(self) -> float | None:
+        """The same of this rank alone, which waits for no other."""
+        own = self._pop_own()
+        return None if own is None else own.item()
+
+    def _pop_own(self) -> Tensor | None:
         total = self._sum
         num_steps = self.num_steps
         self._sum = None
         self.num_steps = 0
-        if total is None or not num_steps:
-            return None
-        if torch.distributed.is_initialized():
-            total = total / world_size()
-            torch.distributed.all_reduce(total)
-        return total.item() / num_steps
+        return None if total is None or not num_steps else total / num_steps

@@ -19,6 +19,7 @@ from composer_replication.diloco.outer_optimizer import OuterOptimizer
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
+from composer_replication.group.losses import Losses
 from composer_replication.group.reports import Reporter, rejections
 from composer_replication.group.run_folder import SAVED, WARNING, ReplicaFolder
 from composer_replication.options import ReplicaEnv, ReplicaOptions, SyncKeywords
@@ -32,20 +33,22 @@ from composer_replication.settings import (
 
 
 class PlainLoop(Host):
-    """A training loop that calls ``DiLoCo`` itself: it has no losses and no progress bar for us.
+    """A training loop that calls ``DiLoCo`` itself: it has no progress bar for us.
 
     Args:
         diloco: The ``DiLoCo`` that it calls.
         modules: The model, or its fragments.
+        losses: What ``DiLoCo.note_loss`` has noted.
     """
 
     name = "plain loop"
     how_to_save = "torch.save of diloco.state_dict(), beside the model's and the optimizer's"
     load_checkpoint = "load what it has saved (diloco.load_state_dict, before `with diloco`)"
 
-    def __init__(self, diloco: algorithm.DiLoCo, modules: nn.Module) -> None:
+    def __init__(self, diloco: algorithm.DiLoCo, modules: nn.Module, losses: Losses) -> None:
         self._diloco = diloco
         self.model = modules
+        self._losses = losses
 
     @property
     def steps(self) -> int:
@@ -53,6 +56,9 @@ class PlainLoop(Host):
 
     def last_step(self, *, is_bound: bool = False) -> int | None:
         return None
+
+    def mean_loss(self) -> float | None:
+        return self._losses.pop_own_mean()  # it is not known whether all ranks note one
 
 
 class DiLoCoKeywords(SettingKeywords, SyncKeywords):
@@ -93,6 +99,7 @@ class DiLoCo(algorithm.DiLoCo):
         if outer_optimizer is not None:
             check_outer_settings(named, settings)
         self._model_fragments = model_fragments
+        self._losses = Losses()
         super().__init__(
             manager,
             model_fragments,
@@ -104,6 +111,17 @@ class DiLoCo(algorithm.DiLoCo):
             ranks=ranks,
             also_synced=also_synced,
         )
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of a batch, for the page, the report and ``events.jsonl``.
+
+        They show the mean of what rank 0 has noted between two syncs. No step waits for it.
+
+        Args:
+            loss: A scalar, on any device.
+        """
+        self._losses.add(loss)
+        self._losses.num_steps += 1
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
@@ -121,7 +139,7 @@ class DiLoCo(algorithm.DiLoCo):
         is_resumed = bool(has_steps and self._reporter is None)  # it is the first part of the loop
         own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
         folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
-        host = PlainLoop(self, whole_model(self._model_fragments))
+        host = PlainLoop(self, whole_model(self._model_fragments), self._losses)
         reporter = Reporter(folder, self.settings, host)
         self._reporter = reporter
         reporter.settings("")

@@ -18,8 +18,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "replica_a"
 
 
-def train(steps, saved=None, fails=False):
-    """Train a group that is alone. Returns its state at the end, and its syncs by outer step."""
+def train(steps, saved=None, fails=False, losses=()):
+    """Train a group that is alone. Returns its state at the end, and its syncs by outer step.
+
+    It adds the loss of each step to ``losses``.
+    """
+    losses = losses if isinstance(losses, list) else []
     model, manager = TinyMLP(0), make_manager(num_replicas=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     diloco, syncs = DiLoCo(manager, model, optimizer, sync_every=2), []
@@ -28,7 +32,10 @@ def train(steps, saved=None, fails=False):
     with diloco:
         for number in range(steps):
             optimizer.zero_grad()
-            mse(model, *batch(0, number)).backward()
+            loss = mse(model, *batch(0, number))
+            loss.backward()
+            losses.append(loss.item())
+            diloco.note_loss(loss)
             optimizer.step()
             if number % 4 == 3:  # a loop may pop seldom
                 syncs += diloco.pop_finished_syncs()
@@ -46,6 +53,15 @@ def test_each_sync_is_written_once_and_the_loop_still_gets_it(folder):
     [saved] = events_of(folder, "saved")
     assert saved["batch"] == 7 and result_of(folder)["outer_steps"] == 4
     assert read_run(folder.parent).failure == ""
+
+
+def test_each_sync_has_the_mean_of_the_losses_that_the_loop_has_noted(folder):
+    losses = []
+    train(7, losses=losses)
+    found = [sync["loss"] for sync in syncs_of(folder)]
+    means = [sum(losses[i : i + 2]) / len(losses[i : i + 2]) for i in range(0, 7, 2)]
+    assert found == pytest.approx(means)
+    assert result_of(folder)["final_loss"] == found[-1]
 
 
 def test_a_loop_that_loads_its_state_goes_on_and_one_that_does_not_is_refused(folder):

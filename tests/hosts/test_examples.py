@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from composer_replication.launch.run_record import open_run
+
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,9 @@ def test_an_example_trains_in_two_groups_that_end_equal_and_goes_on(example, tmp
         summary = json.loads((tmp_path / f"run_{steps}" / "summary.json").read_text())
         assert len({group["global_digest"] for group in summary["replicas"]}) == 1
         assert [group["inner_steps"] for group in summary["replicas"]] == [steps, steps]
+    # The page has a curve of each group.
+    for group in open_run(tmp_path / "run_60"):
+        assert len(group.losses.points) > 1 and all(loss > 0 for _, loss in group.losses.points)
 
 
 @pytest.mark.parametrize("example", ["lightning", "accelerate"])
