@@ -16,18 +16,17 @@ from fastapi.security import HTTPBearer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from composer_replication import __version__
-from composer_replication.arguments import in_yaml
 from composer_replication.coordinator.admission import Admission, address_of
 from composer_replication.coordinator.database import RejectedError, StorageError
 from composer_replication.coordinator.events import Events
-from composer_replication.coordinator.page import page_html, with_record
+from composer_replication.coordinator.page import page_html, shown_settings, with_record
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
-from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.connections import RateLimitedCount
+from composer_replication.util.fence import fence
 from composer_replication.util.json_files import finite
 
 log = logging.getLogger(__name__)
@@ -230,24 +229,16 @@ class RunData:
         }
 
     def shown(self) -> dict[str, Any]:
-        """The status with the settings as people write them, for the page and the saved one.
-
-        ``settings`` are those that differ from the defaults, and ``defaults`` the others that have
-        a value.
-        """
-        status = self.status()
-        defaults = asdict(DiLoCoSettings())
-        own, others = {}, {}
-        for name, value in status["settings"].items():
-            if value != defaults[name]:
-                own[name] = in_yaml(value)
-            elif value is not None:
-                others[name] = in_yaml(value)
-        return status | {"settings": own, "defaults": others}
+        """The status with the settings as people write them, for the page and the saved one."""
+        return self.status() | shown_settings(self.info.settings)
 
     def page(self) -> dict[str, Any]:
         """Everything that the page shows; ``docs/watching.md`` describes it."""
-        return self.shown() if self.record is None else with_record(self.shown(), self.record())
+        shown = self.shown()
+        if self.record is not None:
+            with fence("what the run's folder has"):  # a file in it may have anything
+                shown = with_record(shown, self.record())
+        return shown
 
 
 def create_app(

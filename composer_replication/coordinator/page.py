@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from composer_replication.arguments import in_yaml
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.json_files import finite, replace_text
 
 PAGE_DATA = "page.json"
@@ -47,17 +50,36 @@ def write_report_html(folder: Path, data: Mapping[str, Any]) -> Path:
     return path
 
 
+def shown_settings(settings: DiLoCoSettings) -> dict[str, dict[str, Any]]:
+    """``settings`` that differ from the defaults, and ``defaults``, the others that have a value.
+
+    Both as people write them.
+    """
+    usual = asdict(DiLoCoSettings())
+    own, others = {}, {}
+    for name, value in asdict(settings).items():
+        if value != usual[name]:
+            own[name] = in_yaml(value)
+        elif value is not None:
+            others[name] = in_yaml(value)
+    return {"settings": own, "defaults": others}
+
+
 def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
     """Add what a run's folder has: it has every sync, and heartbeats do not.
 
     Args:
         status: As ``/v1/status`` returns it.
         record: Its ``groups`` has more columns of each group, ``unregistered`` what there is of a
-            group that sends no heartbeats, and its ``events`` are added. Other keys replace those
-            of the status.
+            group that sends no heartbeats, its ``events`` are added, and ``trained_with`` are the
+            settings of the groups: a loop names its own. Other keys replace those of the status.
     """
-    own = ("groups", "unregistered", "events")
+    own = ("groups", "unregistered", "events", "trained_with")
     rest = {name: value for name, value in record.items() if name not in own}
+    if record.get("trained_with") is not None:
+        trained_with = shown_settings(record["trained_with"])
+        if trained_with["settings"] != status.get("settings"):
+            rest |= trained_with | {"settings_source": "as the groups name them"}
     groups, shown = record.get("groups", {}), {r["replica_id"]: r for r in status["replicas"]}
     shown = {**record.get("unregistered", {}), **shown}
     return {

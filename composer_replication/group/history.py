@@ -20,6 +20,17 @@ MAX_TROUBLES = 100
 COSINES = 20
 """Syncs over which the cosines of the outer loop are averaged."""
 
+NEEDED = {
+    run_folder.END: ("outer_steps", "global_digest"),
+    run_folder.EVALUATION: ("batch", "eval"),
+    run_folder.ERROR: ("error",),
+    run_folder.REJECTION: ("error",),
+    run_folder.WARNING: ("warning",),
+    run_folder.RESUME: ("batch",),
+    run_folder.SAVED: ("batch",),
+}
+"""What an event has at least, by its kind. A start and a sync may lack anything."""
+
 SPEEDS = "_runtime", "_per_second"
 """How the names of an evaluation's times end, which are no result. Trainers write them beside it.
 """
@@ -107,9 +118,18 @@ class History(Course):
     # ---- the events -------------------------------------------------------------------------
 
     def add(self, event: dict[str, Any]) -> None:
-        """Add the next event of ``events.jsonl``."""
+        """Add the next event of ``events.jsonl``.
+
+        Raises:
+            ValueError: It lacks something; nothing of it has been added.
+            AttributeError, TypeError: A value is of another type.
+        """
+        kind = event.get("event", "")
+        missing = [name for name in NEEDED.get(kind, ()) if name not in event]
+        if missing:
+            raise ValueError(f"an event {kind!r} without {', '.join(missing)}")
         at = event.get("time", 0.0)
-        match event.get("event"):
+        match kind:
             case run_folder.SYNC:
                 self._add_sync(event, at)
             case run_folder.START:
@@ -222,12 +242,13 @@ class History(Course):
     @property
     def joined_at(self) -> float:
         """When it joined last; 0 if it never has."""
-        return max((start["time"] for start in self.starts), default=0.0)
+        return max((start.get("time", 0.0) for start in self.starts), default=0.0)
 
     @property
     def num_starts(self) -> int:
         """Processes in which it has joined, since the run was begun or continued."""
-        starts = (start for start in self.starts if start["time"] >= self.continued_at)
+        since = self.continued_at
+        starts = (start for start in self.starts if start.get("time", 0.0) >= since)
         return len({start.get("started") for start in starts})
 
     @property
@@ -248,16 +269,17 @@ class History(Course):
         """What data parallel would send in as many inner steps: every fragment once in each."""
         return self.inner_steps * sum(self._fragment_bytes.values())
 
-    def told(self) -> Iterator[tuple[float, str]]:
+    def for_people(self) -> Iterator[tuple[float, str]]:
         """What has happened, for people: times, and texts to put behind the group's name."""
         before: Mapping[str, Any] = {}
         for start in self.starts:
-            if start["trained_at"] is not None and start["started"] != before.get("started"):
-                yield start["trained_at"], " was lost"
-            yield start["joined"], " joined"
+            trained_at = start.get("trained_at")
+            if trained_at is not None and start.get("started") != before.get("started"):
+                yield trained_at, " was lost"
+            yield start.get("joined", 0.0), " joined"
             before = start
         for resume in self.resumes:
-            yield resume["time"], f" resumed at batch {resume['batch']}"
+            yield resume.get("time", 0.0), f" resumed at batch {resume['batch']}"
         for error in self.errors:
             yield error.time, f" ended with an error: {error.text}"
         for trouble in self.troubles:

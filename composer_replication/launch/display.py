@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from composer_replication.group.words import format_duration, format_roughly, listed_groups, plural
-from composer_replication.launch.group import RESTARTING, TRAINING, Group
+from composer_replication.launch.group import RESTARTING, STOPPED, TRAINING, Group
 from composer_replication.launch.run_record import Run
 from composer_replication.util.fence import fence
 
@@ -175,7 +175,8 @@ class LiveRun(Run):
     @property
     def _present(self) -> list[Group]:
         """The groups whose newest values are not those of a process that has died."""
-        return [group for group in self if group.mood != "bad" and group.phase != RESTARTING]
+        gone = (RESTARTING, STOPPED)
+        return [group for group in self if group.mood != "bad" and group.phase not in gone]
 
     @property
     def _agreement(self) -> str:

@@ -52,6 +52,7 @@ class Group(History):
         self.status: dict[str, Any] = {}
         self._folder = folder
         self._reader = JsonLineReader(folder / EVENTS)
+        self._num_odd = 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         lines = JsonLineReader(self._folder / EVENTS).read()
@@ -64,13 +65,20 @@ class Group(History):
             OSError: A file cannot be read.
         """
         for line in self._reader.read():
-            self.add(line)
+            try:
+                self.add(line)
+            except (
+                AttributeError,
+                TypeError,
+                ValueError,
+            ):  # of this group alone: who shows the others goes on
+                self._num_odd += 1
         self.status = read_json(self._folder / STATUS) or self.status
 
     @property
     def num_damaged(self) -> int:
         """Lines that cannot be read. They are left out."""
-        return self._reader.num_damaged
+        return self._reader.num_damaged + self._num_odd
 
     def enter(self, phase: str, **more: float) -> None:
         """Write another phase into ``status.json``, for a group that has ended.

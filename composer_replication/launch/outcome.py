@@ -278,7 +278,9 @@ def _record_of(run: Run) -> dict[str, Any]:
     # All groups evaluate the same global parameters.
     evaluations = max((group.evaluations for group in run), key=len)
     events = sorted(
-        (at, f"replica group {group.name}{text}") for group in run for at, text in group.told()
+        (at, f"replica group {group.name}{text}")
+        for group in run
+        for at, text in group.for_people()
     )
     record = {
         "run_name": run.run_dir.resolve().name,
@@ -287,6 +289,7 @@ def _record_of(run: Run) -> dict[str, Any]:
         "groups": {group.name: _known_of(group) for group in run},
         "unregistered": {group.name: _shown_of(group) for group in run if group.status},
         "evaluations": evaluations[-50:],
+        "trained_with": run.settings,
         "events": [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]],
     }
     # What the folder does not know yet, heartbeats may know.

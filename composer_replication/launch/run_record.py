@@ -56,6 +56,12 @@ class Run:
             group.read()
 
     @property
+    def settings(self) -> DiLoCoSettings | None:
+        """The settings of its groups; None before any has joined."""
+        known = [group.start["settings"] for group in self if "settings" in group.start]
+        return DiLoCoSettings(**known[-1]) if known else None
+
+    @property
     def outer_steps(self) -> int:
         """Outer steps of the group with the most."""
         return max(group.outer_step for group in self)
@@ -355,9 +361,8 @@ def read_run(folder: str | Path) -> RunResult:
         FileNotFoundError: The folder does not exist, or no replica group has written into it.
     """
     run = open_run(folder)
-    settings = [group.start["settings"] for group in run if "settings" in group.start]
     return RunResult(
-        settings=DiLoCoSettings(**settings[-1]) if settings else None,
+        settings=run.settings,
         groups=[
             GroupResult(
                 replica_id=group.name,

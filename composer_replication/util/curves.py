@@ -62,10 +62,11 @@ class Course:
         """Add the digest after an outer step. What it repeats after a resume is replaced."""
         if self.digests.get(outer_step) == digest:
             return
-        self.forget_digests(outer_step)
-        self.digests[outer_step] = digest
+        if self.digests and outer_step <= next(reversed(self.digests)):
+            self.forget_digests(outer_step)
+        self.digests[outer_step] = digest  # behind all others: they are in order
         if len(self.digests) > MAX_DIGESTS:
-            del self.digests[min(self.digests)]
+            del self.digests[next(iter(self.digests))]
 
     def forget_digests(self, first: int = 0) -> None:
         """Forget those from an outer step on: the run has resumed from before it."""

@@ -133,6 +133,25 @@ def test_at_400_pixels_numbers_are_whole_and_a_long_error_is_two_lines_until_it_
     assert max(heights) < 40, "a heading is broken into several lines"
 
 
+def test_a_fold_that_is_open_stays_with_its_text_and_failed_groups_are_counted(open_page, tmp_path):
+    folder = recorded_run.write_run(tmp_path / "run")
+    for group, phase in enumerate(["failed", "left out"]):
+        (folder / f"replica_{group}" / "status.json").write_text(f'{{"phase": "{phase}"}}')
+        at = recorded_run.sync_time(recorded_run.SYNCS + 1 + group)
+        error = {"time": at, "error": f"{group}: {60 * 'so on '}"}
+        write_events(folder / f"replica_{group}", "start", recorded_run.start(at, at))
+        write_events(folder / f"replica_{group}", "error", error)
+    page = open_page(write_page(open_run(folder)).as_uri())
+    assert "2 failed" in page.locator("#facts").inner_text()
+    assert "stopped" not in page.locator("#facts").inner_text()
+    page.locator("#events summary").first.click()
+    [opened] = page.locator("#events details[open]").all_inner_texts()
+    page.evaluate(
+        "status.events.push({time: 4e9, text: 'a newer one: ' + 'and so on '.repeat(30)}); draw()"
+    )
+    assert page.locator("#events details[open]").all_inner_texts() in ([], [opened])
+
+
 def test_a_run_that_has_learned_nothing_is_red_and_says_why(open_page, axe, tmp_path):
     page = open_page(written(tmp_path / "run", fruitless=3))
     state = page.get_by_role("heading", name="Learned nothing").locator(".bad")

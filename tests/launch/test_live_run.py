@@ -197,3 +197,13 @@ def test_each_change_is_news_once_and_a_difference_again_after_it_has_ended(tmp_
         said = {"time": time.time(), "warning": "outer_momentum=0.9"}
         write_events(tmp_path / f"replica_{replica_id}", "warning", said)
     assert news({}) == ["outer_momentum=0.9"]
+
+
+def test_a_group_that_waited_for_its_restart_when_the_run_ended_is_not_among_those_present(
+    tmp_path,
+):
+    run = tmp_path / "run"
+    for replica_id, (phase, loss) in enumerate([("finished", 1.0), ("stopped", 9.0)]):
+        write_group(run, replica_id, syncs=[sync_line(1)], phase=phase, loss=loss)
+    live = run_of(run, 2)
+    assert "loss 1.000" in live.status_line and "9.000" not in live.status_line

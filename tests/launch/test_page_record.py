@@ -4,15 +4,17 @@ tests/launch/test_page_record.py"""
 import json
 import math
 import re
+from dataclasses import asdict
 
 import pytest
 from launch import recorded_run
 from launch.recorded_run import BACK_AT, KILLED_AFTER, SYNCS, sync_time
 from run_events import write_events
 
-from composer_replication.coordinator.page import page_html, write_report_html
+from composer_replication.coordinator.page import page_html, with_record, write_report_html
 from composer_replication.launch.outcome import RunRecord, write_page
-from composer_replication.launch.run_record import open_run
+from composer_replication.launch.run_record import describe, open_run, read_run
+from composer_replication.settings import DiLoCoSettings
 
 
 @pytest.fixture
@@ -115,3 +117,38 @@ def test_the_page_has_at_most_500_lines_and_needs_nothing_from_elsewhere():
     html = page_html()
     assert html.count("\n") <= 500
     assert not re.search(r"""(src|href)=["']?(http|//)|@import|innerHTML|url\(""", html)
+
+
+ODD = {
+    "an end without digest": {"event": "end", "outer_steps": 3},
+    "a warning without text": {"event": "warning"},
+    "an evaluation without metrics": {"event": "evaluation", "batch": 3},
+    "an evaluation of text": {"event": "evaluation", "batch": 3, "eval": "good"},
+    "an error without text": {"event": "error"},
+    "a resume without batch": {"event": "resume"},
+    "an empty start": {"event": "start"},
+    "a sync with nothing in it": {"event": "sync", "diloco/outer_step": None},
+}
+
+
+@pytest.mark.parametrize("line", ODD.values(), ids=ODD)
+def test_a_line_that_no_group_writes_is_left_out_and_the_others_are_shown(run_dir, line):
+    before = open_run(run_dir)
+    write_events(run_dir / "replica_0", line["event"], line)
+    run = open_run(run_dir)
+    is_start = line["event"] == "start"  # after which there is no result yet
+    assert run.groups["0"].num_damaged == (0 if is_start else 1)
+    assert run.results.keys() == before.results.keys() - ({"0"} if is_start else set())
+    assert RunRecord(run_dir)()["losses"].keys() == {"0", "1", "2"}
+    write_page(run)
+    assert describe(run) and read_run(run_dir).groups
+
+
+def test_what_a_loop_of_one_s_own_has_trained_with_is_what_the_page_shows(run_dir):
+    start = {"settings": asdict(DiLoCoSettings(sync_every=30, schedule=[]))}
+    write_events(run_dir / "replica_0", "start", start)
+    shown = {"settings": {}, "defaults": {"sync_every": "100"}, "settings_source": "the defaults"}
+    page = with_record({"replicas": [], "events": [], **shown}, RunRecord(run_dir)())
+    assert page["settings"] == {"sync_every": "30", "schedule": "[]"}
+    assert "sync_every" not in page["defaults"]
+    assert page["settings_source"] == "as the groups name them"
