@@ -184,7 +184,6 @@ class ReplicaFolder:
         self._phase = ""
         self._status_due = 0.0
         self._warning_due = 0.0
-        self._error: BaseException | None = None
         if self._folder is None:
             return
         self._events = JsonLineWriter(self._folder / EVENTS)
@@ -247,9 +246,10 @@ class ReplicaFolder:
 
     def write_error(self, error: BaseException) -> None:
         """Record the error with which the group ends, once."""
-        if error is self._error:
+        # A reference to the error would keep its frames, and all tensors in them.
+        if "_is_in_events" in vars(error):
             return
-        self._error = error
+        vars(error)["_is_in_events"] = True
         kind = type(error).__name__
         self.append(ERROR, {"type": kind, "error": f"{kind}: {error}"})
 
