@@ -29,6 +29,8 @@ class DiLoCoManager(Protocol):
     consist of as many equal parts as there are groups (``own`` is one part).
 
     Attributes:
+        num_replicas: How many groups a cold start waits for, as far as it was told; None: it was
+            not.
         settings: What has to be equal in all groups, compared before they connect.
         asks_to_gather: Whether this group asks, in its next quorum, that messages are gathered, and
             not summed.
@@ -36,6 +38,7 @@ class DiLoCoManager(Protocol):
 
     _use_async_quorum: bool
     _min_replica_size: int
+    num_replicas: int | None
     settings: dict[str, Any]
     asks_to_gather: bool
 
@@ -107,6 +110,7 @@ class StockManager:
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
+        self.num_replicas = None
         self.settings: dict[str, Any] = {}
         self.asks_to_gather = False
         self.members = ()

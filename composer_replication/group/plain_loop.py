@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
@@ -16,7 +17,7 @@ from composer_replication.diloco.algorithm import SyncReport
 from composer_replication.diloco.construction import check_outer_settings
 from composer_replication.diloco.fragments import whole_model
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.losses import Losses
@@ -98,6 +99,10 @@ class DiLoCo(algorithm.DiLoCo):
         settings = DiLoCoSettings(**own)
         if outer_optimizer is not None:
             check_outer_settings(named, settings)
+        manager = as_diloco_manager(manager)
+        options = ReplicaOptions(**among(named, SyncKeywords))
+        if options.num_replicas is None:  # it was an argument of make_manager
+            options = replace(options, num_replicas=manager.num_replicas)
         self._model_fragments = model_fragments
         self._losses = Losses()
         super().__init__(
@@ -106,7 +111,7 @@ class DiLoCo(algorithm.DiLoCo):
             inner_optimizer,
             outer_optimizer,
             settings=settings,
-            options=ReplicaOptions(**among(named, SyncKeywords)).with_environment(),
+            options=options.with_environment(),
             start_refusal=start_refusal,
             ranks=ranks,
             also_synced=also_synced,

@@ -203,6 +203,7 @@ def connect(
             init_sync=False,  # DiLoCo starts the groups itself, ADR-006
             quorum_retries=QUORUM_RETRIES,
             server=server,
+            num_replicas=options.num_replicas,
             give_up_after_s=options.give_up_after_s,
             store=store,
             prefetch=prefetch,

@@ -94,6 +94,7 @@ class ReplicaManager(InterruptibleManager):
         lighthouse_addr: ``http://host:port`` of the lighthouse.
         hostname: How peers reach this machine. None: its host name, and every interface.
         server: Where peers find the state and the notices of this rank. Its tokens are the run's.
+        num_replicas: How many groups a cold start waits for; None: DiLoCo decides.
         give_up_after_s: How long to wait for a quorum before that is an error, in seconds. None:
             for ever.
         store: The group's TCPStore if this process hosts it. The reference keeps it alive.
@@ -117,6 +118,7 @@ class ReplicaManager(InterruptibleManager):
         lighthouse_addr: str,
         hostname: str | None,
         server: PeerServer,
+        num_replicas: int | None = None,
         give_up_after_s: float | None = None,
         store: object = None,
         prefetch: Prefetch | None = None,
@@ -131,6 +133,7 @@ class ReplicaManager(InterruptibleManager):
         )
         self.store = store
         self._prefetch = prefetch
+        self.num_replicas = num_replicas
         self.give_up_after_s = give_up_after_s
         self._lighthouse_addr = lighthouse_addr
         self._server = server

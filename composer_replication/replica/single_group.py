@@ -58,10 +58,10 @@ class SingleGroupManager:
         self._min_replica_size = 1
         self._step = 0
         self._batches_committed = 0
-        self._has_failed = False
+        self._has_quorum = False
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
-        self._connection: int | None = None
+        self.num_replicas: int | None = 1
         self.asks_to_gather = False
         """Whether this group asks that messages are gathered, and not summed."""
         self.settings: dict[str, Any] = {}
@@ -91,14 +91,9 @@ class SingleGroupManager:
     # ---- the quorum ------------------------------------------------------------------------------
 
     def start_quorum(self) -> None:
-        """Begin a sync. As in torchft, a connection is made anew after an attempt that failed."""
-        has_failed = self._has_failed or self._error is not None
+        """Begin a sync, with this group alone."""
+        self._has_quorum = True
         self._error = None
-        self._has_failed = False
-        if self._connection is None:
-            self._connection = 0
-        elif has_failed:
-            self._connection += 1
 
     def current_step(self) -> int:
         """The number of committed syncs."""
@@ -106,7 +101,7 @@ class SingleGroupManager:
 
     def num_participants(self) -> int:
         """The number of members of the quorum; 0 before the first one."""
-        return 0 if self.connection is None else 1
+        return 1 if self._has_quorum else 0
 
     @property
     def gathers(self) -> bool:
@@ -118,22 +113,22 @@ class SingleGroupManager:
         """No groups, so that no log line names them: one says already that this one is alone."""
         return ()
 
-    @property
-    def connection(self) -> int | None:
-        """The number of the connection to the members of the quorum; None before the first one."""
-        return self._connection
-
     def participating_rank(self) -> int | None:
         """The rank of this group in the quorum; None before the first one."""
-        return None if self.connection is None else 0
+        return 0 if self._has_quorum else None
 
     # ---- collectives: the result is what this group has sent ------------------------------------
 
     def allreduce(
         self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
     ) -> Collective:
-        """Start to replace a tensor by its sum or mean over the groups, which it is already."""
-        del tensor, should_quantize, reduce_op
+        """Start to replace a tensor by its sum or mean over the groups, which it is already.
+
+        Raises:
+            ValueError: ``should_quantize`` is True, or the operation is another one.
+        """
+        del tensor
+        self._check_operation(should_quantize, reduce_op)
         return Collective(self._is_sound)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Collective:
@@ -143,6 +138,17 @@ class SingleGroupManager:
     def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
         """Start to concatenate the tensors of all members."""
         return self._copy(gathered, own)
+
+    def _check_operation(self, should_quantize: bool, reduce_op: Any) -> None:
+        if should_quantize:
+            raise ValueError(
+                f"should_quantize=True: {type(self).__name__} cannot quantize. Use a wire_format "
+                "of DiLoCo instead"
+            )
+        if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
+            raise ValueError(
+                f"reduce_op={reduce_op}: {type(self).__name__} cannot compute it. Use SUM or AVG"
+            )
 
     @torch.no_grad()
     def _copy(self, result: Tensor, sent: Tensor) -> Collective:
@@ -164,11 +170,12 @@ class SingleGroupManager:
 
     def should_commit(self) -> bool:
         """Vote with the other ranks of the group. Returns whether none of them has an error."""
-        self._has_failed = not do_all_ranks_agree(self._error is None)
-        if not self._has_failed:
+        assert self._has_quorum, "a vote before start_quorum"
+        is_committed = do_all_ranks_agree(self._error is None)
+        if is_committed:
             self._step += 1
             self._batches_committed += 1
-        return not self._has_failed
+        return is_committed
 
     # ---- the state -------------------------------------------------------------------------------
 

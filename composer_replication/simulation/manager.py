@@ -32,6 +32,7 @@ class SimulatedManager(SingleGroupManager):
         self._replica_id = replica_id
         self._min_replica_size = min_replica_size
         self._quorum: Quorum | None = None
+        self._has_failed = False
         self._num_collectives = 0
 
     def _user_state_dict(self) -> dict[str, Any]:
@@ -120,15 +121,7 @@ class SimulatedManager(SingleGroupManager):
         Raises:
             ValueError: ``should_quantize`` is True, or the operation is another one.
         """
-        if should_quantize:
-            raise ValueError(
-                "should_quantize=True: the simulated manager cannot quantize. Use a wire_format "
-                "of DiLoCo instead"
-            )
-        if reduce_op not in (ReduceOp.AVG, ReduceOp.SUM):
-            raise ValueError(
-                f"reduce_op={reduce_op}: the simulated manager cannot compute it. Use SUM or AVG"
-            )
+        self._check_operation(should_quantize, reduce_op)
         mean_of = self.num_participants() if reduce_op == ReduceOp.AVG else 1
 
         def combine(parts: list[Tensor]) -> Tensor:

@@ -10,8 +10,12 @@ import threading
 
 import psutil
 import pytest
+import torch
+from common import TinyMLP, batch, mse
 
+from composer_replication import DiLoCo, simulate
 from composer_replication.replica.factory import make_manager
+from composer_replication.replica.heal.state_bytes import digest_of_bytes, dump
 from composer_replication.replica.single_group import SingleGroupManager
 
 
@@ -65,3 +69,38 @@ def test_what_only_a_network_needs_is_named_as_unused(caplog):
         "Training alone, without a network: num_replicas is 1, and no lighthouse is named. "
         "Not used: hostname, token"
     ]
+
+
+@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
+def test_it_trains_as_the_one_group_of_a_simulation_bit_for_bit(wire_format):
+    def train(manager):
+        model = TinyMLP(0)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with DiLoCo(manager, model, inner, sync_every=2, wire_format=wire_format) as diloco:
+            for number in range(8):
+                inner.zero_grad()
+                mse(model, *batch(0, number)).backward()
+                inner.step()
+            state = diloco.state_dict()
+            diloco.final_sync()
+        return diloco.global_digest(), digest_of_bytes(dump(state))
+
+    [simulated] = simulate(lambda sim: train(sim.manager), num_replicas=1)
+    assert train(make_manager(num_replicas=1)) == simulated
+
+
+def test_before_a_quorum_it_has_no_participants_and_no_vote():
+    manager = SingleGroupManager()
+    assert (manager.num_participants(), manager.participating_rank()) == (0, None)
+    with pytest.raises(AssertionError, match="a vote before start_quorum"):
+        manager.should_commit()
+    with pytest.raises(ValueError, match="should_quantize=True: SingleGroupManager cannot"):
+        manager.allreduce(torch.ones(1), should_quantize=True)
+
+
+def test_how_many_groups_a_loop_waits_for_is_what_make_manager_was_told(monkeypatch):
+    monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
+    model = TinyMLP(0)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with DiLoCo(make_manager(num_replicas=1), model, inner, sync_every=2):  # it waits for nobody
+        pass

@@ -103,7 +103,7 @@ def test_constructors_take_what_we_pass():
     calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
     [manager] = [call for call in calls if getattr(call.func, "id", "") == "ReplicaManager"]
     passed = {keyword.arg for keyword in manager.keywords}
-    ours = {"server", "give_up_after_s", "store", "prefetch"}
+    ours = {"server", "num_replicas", "give_up_after_s", "store", "prefetch"}
     assert ours < set(parameters_of(ReplicaManager.__init__))
     assert passed - ours <= set(parameters_of(Manager.__init__)) and len(passed - ours) >= 15
 
