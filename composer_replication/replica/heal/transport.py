@@ -115,16 +115,20 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         Raises:
             PeerError: The state does not arrive in time, has another hash, or is no state.
         """
-        before = self.downloaded
-        self.downloaded = None
-        body = self._fetch(address, state, deadline, None if before is None else before.body)
+        into = None
+        if self.downloaded is not None and len(self.downloaded.body) == state.num_bytes:
+            into = self.downloaded.body
+        self.downloaded = None  # two states at a time may not fit into memory
+        body = self._fetch(address, state, deadline, into)
         content = _load(body)
+        if not isinstance(content, dict):
+            raise PeerError(f"{address} sent no state, but a {type(content).__name__}")
         self.downloaded = Download(body, content | {STATE_NAME: state.name})
 
     def _fetch(
         self, address: str, part: Part, deadline: float, into: memoryview | None = None
     ) -> memoryview:
-        if into is None or len(into) != part.num_bytes:
+        if into is None:
             into = state_bytes.memory(part.num_bytes)  # expensive for a large state
         self._client.fetch(address, "state", part.name, deadline=deadline, into=into)
         if state_bytes.digest_of_bytes([into]) != part.name:
@@ -167,8 +171,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
         rest = tree_map_only(Tensor, Tensor.clone, rest)
-        downloaded = self.downloaded_state
-        if downloaded is None or downloaded[STATE_NAME] != state.name:
+        held = None if self.downloaded is None else self.downloaded.state[STATE_NAME]
+        if held != state.name:
             # The peers have committed since the download: once more, into the same memory.
             self.download(metadata, state, deadline)
         rest["user"][HEAL_STATE] = self.downloaded_state

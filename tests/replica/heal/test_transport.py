@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from scripted_state import ScriptedState
 from strange_servers import strange_server
 
-from composer_replication.replica.peer_client import PeerError, send
+from composer_replication.replica.peer_client import PeerClient, PeerError, send
 from composer_replication.replica.peer_client import receive as receive_message
 
 STATE = {"outer_step": 3, "fragments": [{"theta": {"w": torch.arange(4.0)}}]}
@@ -128,3 +129,38 @@ def test_a_heal_is_in_the_log_of_both_sides(transports, caplog):
     assert len(given) == 2  # the state, and the rest
     [taken] = re.findall(rf"manager step 4 from {donor.metadata()}: .* sha256 (\w+)", caplog.text)
     assert taken in given
+
+
+@pytest.mark.parametrize("numbers", [4, 600])  # of the same size, and of another
+def test_a_joiner_holds_one_state_at_a_time(transports, monkeypatch, numbers):
+    donor, joiner = transports(), transports()
+    scripted = ScriptedState(STATE)
+    donor.serve(lambda: 4, scripted)
+
+    def download():
+        offer = joiner.ask(donor.metadata(), "copy", limit_s=10)
+        joiner.download(donor.metadata(), offer.state, time.monotonic() + 10)
+
+    download()
+    before = weakref.ref(joiner.downloaded.body.obj)
+    fetch, is_alone = PeerClient.fetch, []
+
+    def fetched(*arguments, into, **named):
+        is_alone.append(before() is None or before() is into.obj)
+        return fetch(*arguments, into=into, **named)
+
+    monkeypatch.setattr(PeerClient, "fetch", fetched)
+    scripted.state = STATE | {"fragments": [{"theta": {"w": torch.ones(numbers)}}]}
+    scripted.version += 1
+    download()
+    assert is_alone == [True]
+    assert joiner.downloaded.state["fragments"][0]["theta"]["w"].sum() == numbers
+
+
+def test_a_peer_that_sends_something_else_than_a_state_is_named(transports):
+    donor, joiner = transports(), transports()
+    donor.serve(lambda: 4, ScriptedState([1, 2]))
+    offer = joiner.ask(donor.metadata(), "copy", limit_s=10)
+    with pytest.raises(PeerError, match="sent no state, but a list"):
+        joiner.download(donor.metadata(), offer.state, time.monotonic() + 10)
+    assert joiner.downloaded is None
