@@ -55,6 +55,7 @@ from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import (
     FIRST_PAUSE_S,
     MAX_RESTARTS,
+    START_RETRIES,
     SUPERVISED_HANG_TIMEOUT_S,
     Supervisor,
 )
@@ -69,13 +70,6 @@ ENGINES = {
     "TORCHX_REPLICA_IDX": "torchx",
 }
 """Variables in which engines number what they start, and the engines."""
-
-START_RETRIES = 2
-"""How often a command that fails before it has joined is started again.
-
-Jobs that start at the same moment on one machine may disturb each other: StreamingDataset chooses
-names for its shared memory that another job may take first.
-"""
 
 _LOCAL = "127.0.0.1"
 """The address at which the coordinator listens: all groups are on this machine."""

@@ -41,6 +41,12 @@ Where no supervisor does that, DiLoCo's own limit is longer.
 MAX_RESTARTS = 3
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
+START_RETRIES = 2
+"""How often a command that fails before it has joined is started again.
+
+Jobs that start at the same moment on one machine may disturb each other: StreamingDataset chooses
+names for its shared memory that another job may take first.
+"""
 
 MISSING_CALLBACK = (
     "What trains there needs the callback: callbacks=[DiLoCoCallback()] (DiLoCoTrainerCallback, "
@@ -90,12 +96,12 @@ class Supervisor:
     A group that dies is started again after 1, 2, 4, ... s. It fails for good in three cases: its
     exit status says bad input, or its callback does and the group has never joined the others; it
     had an error of its own before it ever joined (an import, a setting) more than
-    ``start_retries`` times, or once if it had trained to the end before, or every group had one, so
-    that it is in the program; or it died after ``max_restarts`` restarts in a row without a sync to
-    which it contributed. If it was never restarted, that ends the run. Otherwise the group is left
-    out, as long as others train. When all others have finished there is nothing to join, and the
-    group is given up. A group that leaves since its pseudo-gradients are not sound, in a run in
-    which nobody's are, ends the run.
+    ``start_retries`` times, of which ``START_RETRIES`` count if it had trained to the end before,
+    or once if every group had one, so that it is in the program; or it died after ``max_restarts``
+    restarts in a row without a sync to which it contributed. If it was never restarted, that ends
+    the run. Otherwise the group is left out, as long as others train. When all others have finished
+    there is nothing to join, and the group is given up. A group that leaves since its pseudo-
+    gradients are not sound, in a run in which nobody's are, ends the run.
 
     Args:
         groups: The processes.
@@ -259,8 +265,10 @@ class Supervisor:
         if is_signal or has_died or self._group(replica_id).phase in JOINED:
             return False
         own.failed_starts += 1
-        has_finished = bool(self._group(replica_id).result)  # before this process: nothing is left
-        return has_finished or own.failed_starts > self.start_retries or self._none_can_start
+        retries = self.start_retries
+        if self._group(replica_id).result:  # before this process: there may be nothing left to do
+            retries = min(retries, START_RETRIES)
+        return own.failed_starts > retries or self._none_can_start
 
     @property
     def _none_can_start(self) -> bool:
