@@ -112,6 +112,13 @@ class LightningJob(Host):
         return is_last_epoch and fit.epoch_loop._num_ready_batches_reached()
 
     @property
+    def resumed_at_the_end(self) -> bool:
+        """Whether the checkpoint was of the last step, so that nothing was trained."""
+        trainer = self.trainer
+        has_batches = trainer.limit_train_batches != 0
+        return trainer.ckpt_path is not None and has_batches and trainer.fit_loop.done
+
+    @property
     def saves_to(self) -> list[str]:
         savers = [each for each in self.trainer.callbacks if _is(each, "ModelCheckpoint")]
         return [saver.dirpath for saver in savers if saver.dirpath]
@@ -321,7 +328,11 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         self._group.end()
         self._group.close()
 
-    def on_fit_end(self, *event: Any) -> None:
-        if self._group.weights is None:  # the checkpoint is of the last step: nothing was trained
-            self.on_train_start(*event)
-            self.on_train_end(*event)
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._group.weights is not None or not self._job.resumed_at_the_end:
+            return
+        # Lightning calls nothing earlier, and has moved the model to host memory by now.
+        pl_module.to(trainer.strategy.root_device)
+        self.on_train_start(trainer, pl_module)
+        self.on_train_end()
+        pl_module.cpu()

@@ -246,6 +246,10 @@ def test_a_run_continued_from_its_last_step_ends_with_what_it_had(tmp_path):
 
     first = train()
     assert train() == first and first[1] == 8
+    # It is no end of a run if there was nothing to train on.
+    trainer = trainer_of(diloco := alone(), max_steps=16, limit_train_batches=0)
+    trainer.fit(module_of(), loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert diloco.diloco is None and not trainer.fit_loop.done
 
 
 # ---- other groups ----------------------------------------------------------------------------
