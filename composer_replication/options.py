@@ -33,6 +33,8 @@ RUN_DIR = f"{PREFIX}RUN_DIR"
 HANG_TIMEOUT = f"{PREFIX}HANG_TIMEOUT_S"
 TOKEN = f"{PREFIX}TOKEN"
 NO_TOKEN = f"{PREFIX}NO_TOKEN"
+SHARED_VARIABLES = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE")
+"""Variables that others read too."""
 OWN_VARIABLES = (COORDINATOR, HOSTNAME, BACKEND, RUN_DIR, HANG_TIMEOUT, TOKEN, NO_TOKEN)
 
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"
@@ -300,9 +302,12 @@ class ReplicaEnv:
 @functools.cache
 def _warn_of(name: str) -> None:  # the environment is read several times
     # They are compared without the prefix, since with it all are similar.
-    known = (each.removeprefix(PREFIX) for each in OWN_VARIABLES)
+    known = [each.removeprefix(PREFIX) for each in OWN_VARIABLES]
     close = closest(name.removeprefix(PREFIX), known)
-    hint = f"did you mean {PREFIX}{close}?" if close else f"use one of {', '.join(OWN_VARIABLES)}"
+    hint = f"did you mean {PREFIX}{close}?"
+    is_of_a_service = name.startswith(tuple(f"{each}_" for each in OWN_VARIABLES))  # Kubernetes'
+    if close is None or is_of_a_service:
+        hint = f"those of groups are {', '.join((*SHARED_VARIABLES, *OWN_VARIABLES))}"
     log.warning("Nothing reads the variable %s: %s", name, hint)
 
 

@@ -117,7 +117,9 @@ def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is
 @pytest.mark.parametrize(
     ("name", "fix"),
     [
-        ("COMPOSER_REPLICATION_TLS_DIR", "use one of COMPOSER_REPLICATION_COORDINATOR, "),
+        ("COMPOSER_REPLICATION_TLS_DIR", "those of groups are REPLICA_GROUP_ID, NUM_REPLICA"),
+        ("COMPOSER_REPLICATION_NUM_REPLICAS", "those of groups are REPLICA_GROUP_ID, NUM_"),
+        ("COMPOSER_REPLICATION_COORDINATOR_PORT", "those of groups are REPLICA_GROUP_ID"),
         ("COMPOSER_REPLICATION_RUNDIR", "did you mean COMPOSER_REPLICATION_RUN_DIR?"),
         ("COMPOSER_REPLICATION_HANG_TIMEOUT", "did you mean COMPOSER_REPLICATION_HANG_TIMEOUT_S?"),
     ],
