@@ -66,12 +66,10 @@ class LightningJob(Host):
     def begin(self) -> None:
         """Begin a fit, once its optimizers and loaders are there."""
         trainer = self.trainer
-        self._ends_at = None
+        end = trainer.max_steps
         if trainer.lightning_module.automatic_optimization:
             end = trainer.estimated_stepping_batches
-            self._ends_at = None if end == math.inf else int(end)
-        elif trainer.max_steps >= 0:
-            self._ends_at = trainer.max_steps
+        self._ends_at = int(end) if 0 <= end < math.inf else None
         self.steps_of_batch = len(trainer.optimizers)
 
     # ---- what is trained --------------------------------------------------------------------
@@ -107,21 +105,13 @@ class LightningJob(Host):
             return True
         if 0 <= fit.max_steps <= self.steps:
             return True
-        epochs = fit.epoch_progress.current.processed + 1
-        is_last_epoch = 0 <= fit.max_epochs <= epochs
+        is_last_epoch = 0 <= fit.max_epochs <= fit.epoch_progress.current.processed + 1
         return is_last_epoch and fit.epoch_loop._num_ready_batches_reached()
 
     @property
-    def resumed_at_the_end(self) -> bool:
-        """Whether the checkpoint was of the last step, so that nothing was trained."""
-        trainer = self.trainer
-        has_batches = trainer.limit_train_batches != 0
-        return trainer.ckpt_path is not None and has_batches and trainer.fit_loop.done
-
-    @property
     def saves_to(self) -> list[str]:
-        savers = [each for each in self.trainer.callbacks if _is(each, "ModelCheckpoint")]
-        return [saver.dirpath for saver in savers if saver.dirpath]
+        folders = [getattr(each, "dirpath", None) for each in self.trainer.checkpoint_callbacks]
+        return [*filter(None, folders)]
 
     @property
     def checkpoints(self) -> str | None:
@@ -156,27 +146,27 @@ class LightningJob(Host):
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         trainer = self.trainer
         loop = trainer.fit_loop.epoch_loop
+        steps = saved["steps"]
         configs = trainer.lr_scheduler_configs
         for config, state in zip(configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
             scheduler.load_state_dict(state)
-            groups = scheduler.optimizer.param_groups
-            for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
+            rates = scheduler.get_last_lr()
+            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
             # The donor took the step before it; torch warns if a scheduler steps before the
             # optimizer.
             scheduler.optimizer._opt_called = True
             by_step = config.interval == "step" and not config.reduce_on_plateau
-            is_due = saved["steps"] % config.frequency == 0
-            if saved["is_in_step"] and by_step and is_due:
+            if saved["is_in_step"] and by_step and steps % config.frequency == 0:
                 scheduler.step()
         if trainer.lightning_module.automatic_optimization:
             count = loop.automatic_optimization.optim_progress.optimizer.step
         else:
             count = loop.manual_optimization.optim_step_progress
-        count.total.ready = saved["steps"]
-        count.total.completed = saved["steps"]
-        loop._batches_that_stepped = saved["steps"] // self.steps_of_batch
+        count.total.ready = steps
+        count.total.completed = steps
+        loop._batches_that_stepped = steps // self.steps_of_batch
         if saved["ends_at"] is not None and not is_in_step:  # its own epochs would end later
             self._ends_at = saved["ends_at"]
             loop.max_steps = saved["ends_at"]
@@ -284,8 +274,7 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if isinstance(loss, torch.Tensor):
             job.losses.add(loss)
         if self.diloco is not None:  # for the bar, whichever it is
-            outer_step = float(self.diloco.outer_step)
-            self.log("outer_step", outer_step, prog_bar=True, logger=False)
+            self.log("outer_step", float(self.diloco.outer_step), prog_bar=True, logger=False)
         if self._steps() == self._done:
             return  # gradients are accumulated
         job.losses.num_steps += 1
@@ -311,10 +300,8 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return  # of weights that may not be the run's
         self._group.show_local()
-        numbers = {}
-        for name, value in trainer.callback_metrics.items():
-            if name != "outer_step":
-                numbers[name] = float(value)
+        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        numbers.pop("outer_step", None)
         self._group.note_evaluation(numbers)
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,10 +316,10 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         self._group.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._group.weights is not None or not self._job.resumed_at_the_end:
-            return
-        # Lightning calls nothing earlier, and has moved the model to host memory by now.
-        pl_module.to(trainer.strategy.root_device)
-        self.on_train_start(trainer, pl_module)
-        self.on_train_end()
-        pl_module.cpu()
+        is_over = trainer.ckpt_path and trainer.limit_train_batches and trainer.fit_loop.done
+        if is_over and self._group.weights is None:  # the checkpoint is of the last step
+            # Lightning calls nothing earlier, and has moved the model to host memory by now.
+            pl_module.to(trainer.strategy.root_device)
+            self.on_train_start(trainer, pl_module)
+            self.on_train_end()
+            pl_module.cpu()

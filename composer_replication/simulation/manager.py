@@ -33,6 +33,7 @@ class SimulatedManager(SingleGroupManager):
         self._min_replica_size = min_replica_size
         self._quorum: Quorum | None = None
         self._has_failed = False
+        self.num_replicas = None
         self._num_collectives = 0
 
     def _user_state_dict(self) -> dict[str, Any]:
