@@ -1,5 +1,5 @@
 """DiLoCo and Streaming DiLoCo on torchft's schedule and commit votes.
 
 Read ``algorithm.py`` first: its ``DiLoCo`` is the public class. This package knows torch and
-torchft, and imports nothing else of ours: no Composer, no YAML, no HTTP.
+torchft: no Composer, no YAML, no HTTP. Of ours it imports ``settings``, ``options`` and ``util``.
 """
