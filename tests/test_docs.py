@@ -1,10 +1,12 @@
 """What the documents tell people to type and to read. Run: pytest tests/test_docs.py"""
 
+import ast
 import importlib.util
 import inspect
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -117,6 +119,41 @@ def test_the_walk_through_the_code_names_classes_and_functions_that_exist():
     for file, name in found:
         [path] = (ROOT / "composer_replication").rglob(f"{file}.py")
         assert resolve_name(f"{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}:{name}")
+
+
+PUT_TOGETHER = {
+    "Waiting for replica groups for ...": ["Waiting ... for ...", "for replica groups"],
+    "Waiting for a quorum for ...": ["Waiting ... for ...", "for a quorum"],
+}
+"""Messages that no single text of the package has, and the texts that they are made of."""
+
+
+@cache
+def messages():
+    """All texts of the package but docstrings, with dots for what is filled in."""
+    found = []
+    for path in (ROOT / "composer_replication").rglob("*.py"):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = [part.value if isinstance(part, ast.Constant) else "..." for part in parts]
+            if id(node) not in docs and all(isinstance(text, str) for text in texts):
+                found.append(re.sub(r"%[-.\d]*[a-z]", "...", "".join(texts)))
+    return found
+
+
+def quoted():
+    """The messages in the table of the page that helps."""
+    rows = re.findall(r"^\| (`.*?) \| ", (DOCS / "troubleshooting.md").read_text(), re.M)
+    return [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_a_message_that_a_page_explains_is_one_of_the_package(message):
+    for text in PUT_TOGETHER.get(message, [message]):
+        parts = [re.escape(part) for part in text.split("...")]
+        assert any(re.search(".*".join(parts), each) for each in messages()), text
 
 
 def num_words(text):
