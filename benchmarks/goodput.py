@@ -5,7 +5,7 @@
 With the folder of a run it says first what the run's goodput was and where the time of its groups
 went. The costs are then those of the run, and it is replayed: the kills of `make chaos`, at the
 times at which it had them. The table has the error of the simulation. Without a run the costs are
-those of the run of 8 groups in docs/faults.md.
+those of the run of 8 groups under kills alone, in docs/faults.md.
 
 The failure rate is that of Decoupled DiLoCo's study as articles about it give it: 1.2 million
 chips, each of which fails once a year. A failure ends its whole group here. In the study a learner
@@ -209,7 +209,8 @@ def replay(run: Run, goodput: Mapping[str, Any], chaos: Mapping[str, Any], costs
     return simulate(costs, groups, sorted(strikes), goodput["group_seconds"] / groups)
 
 
-# Of the run of 8 groups in docs/faults.md.
+# Of the run under kills in measured/chaos-8-groups.json, which has fewer digits: ``sync_s`` is its
+# sync and its quorum, and ``restart_s`` what is left of the time to recovery before the next sync.
 DEFAULTS = Costs(inner_step_s=0.114, sync_every=20, sync_s=0.281, detection_s=2.2, restart_s=11.8)
 
 

@@ -64,21 +64,27 @@ def report(title: str, rows: Mapping[str, Sequence[float]], arguments: argparse.
 def write(found: Mapping[str, object], arguments: argparse.Namespace) -> None:
     """Write what was measured, with which arguments, when and where, to the file of ``--json``.
 
-    The pages take their numbers from such files in ``benchmarks/measured``.
+    It says nothing of where it was written. The pages take their numbers from such files in
+    ``benchmarks/measured``.
     """
     if arguments.json is not None:
-        about = {"arguments": vars(arguments), "measured": circumstances()}
+        own = {name: value for name, value in vars(arguments).items() if name != "json"}
+        about = {"arguments": own, "measured": circumstances()}
         arguments.json.write_text(json.dumps({**found, **about}, default=str, indent=1) + "\n")
 
 
 def circumstances() -> dict[str, object]:
     """The command of this process, today, the state of the repository, and this machine."""
+    words = sys.orig_argv[1:]
+    if "--json" in words:  # and its value
+        at = words.index("--json")
+        del words[at : at + 2]
     state = ["git", "describe", "--always", "--dirty"]
     folder = Path(__file__).parent
     commit = subprocess.run(state, cwd=folder, capture_output=True, text=True, check=False)
     torch = sys.modules.get("torch")
     return {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["python", *words]),
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip() or None,
         "processor": _processor(),

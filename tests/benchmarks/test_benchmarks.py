@@ -5,12 +5,13 @@ Run: pytest tests/benchmarks/test_benchmarks.py.
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from number_sources import read_results
+from number_sources import RESULTS, read_results
 from run_events import write_events
 from traces import rounds, start, sync
 
@@ -152,18 +153,31 @@ def test_a_run_without_goodput_is_refused_with_what_to_give(load, tmp_path):
         goodput.measured_costs(open_run(tmp_path), {}, {}, costs_of(goodput))
 
 
+def test_the_usual_costs_are_those_of_the_run_that_their_comment_names(load):
+    its, defaults = read_results()["chaos_8_groups"], load("goodput").DEFAULTS
+    assert defaults.sync_every == its.sync_every
+    assert round(defaults.inner_step_s, 2) == its.inner_step_s
+    assert round(defaults.sync_s, 2) == pytest.approx(its.sync_s + its.quorum_s)
+    assert defaults.detection_s < its.runs.kills.seconds_to_survivors_next_commit.median
+    assert defaults.restart_s < its.runs.kills.seconds_to_recovery.median
+
+
+def test_no_file_of_results_says_where_it_was_written():
+    for path in RESULTS.glob("*.json"):
+        assert not re.search(r"--json|/tmp/|\"json\":", path.read_text()), path.name
+
+
 def test_a_file_of_results_says_what_has_made_it_and_is_read_by_the_pages(
     load, tmp_path, monkeypatch
 ):
     results = load("results")
-    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "benchmarks/sync.py", "--quick"])
-    arguments = results.command_line("", quick="less").parse_args(
-        ["--json", f"{tmp_path}/x-1.json"]
-    )
+    words = ["--json", f"{tmp_path}/x-1.json", "--quick"]
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python3", "benchmarks/sync.py", *words])
+    arguments = results.command_line("", quick="less").parse_args(words)
     results.report("a title", {"ours / floor": [1.5, 1.0, 3.0]}, arguments)
     found = read_results(tmp_path)["x_1"]
     assert found.ratios == {"ours / floor": {"median": 1.5, "min": 1.0, "max": 3.0}}
-    assert found.arguments.quick is False
+    assert found.arguments == {"quick": True}  # and not where it was written
     about = found.measured
     assert about.command == "python benchmarks/sync.py --quick"
     assert about.torch == torch.__version__.partition("+")[0]
