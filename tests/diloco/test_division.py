@@ -53,15 +53,15 @@ def one_rank(process, folder):
 def leave_out(rank, world):
     """One rank alone finds a value that is not finite: none of the group contributes."""
     ours = [torch.full((100,), float("nan") if rank == 1 else 1.0)]
-    mean = mean_of(shares_of(ours, world), (ours, [torch.ones(100)]), (1.0, 3.0))
+    mean = mean_of(division_of(ours, world), (ours, [torch.ones(100)]), (1.0, 3.0))
     assert not mean.is_finite and mean.total == 3.0
     assert mean.unpack().tolist() == [1.0] * 100
 
 
-def shares_of(tensors, ranks):
-    share = Division(tensors, ranks)
-    share.bucket = 1000
-    return share
+def division_of(tensors, ranks):
+    division = Division(tensors, ranks)
+    division.bucket = 1000
+    return division
 
 
 def whole():

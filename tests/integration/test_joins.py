@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from common import take_step
 from harness.processes import Process, run_groups
+from lighthouse_page import heard_of
 from torch import nn
 
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.lighthouse import read_status
 
 pytestmark = pytest.mark.integration
 
@@ -76,7 +76,7 @@ def train_while_a_joiner_downloads(group: Process) -> Any:
             if group.replica_id == 0:  # the donor: it trains on while it copies
                 assert is_copying.wait(WAIT_S)
         if is_copying.is_set() and not may_copy.is_set():
-            assert not has_joined(read_status(group.lighthouse_addr).alive)
+            assert not has_joined(heard_of(group.lighthouse_addr))
             rounds.append(round_number)
             if len(rounds) == 4:
                 may_copy.set()

@@ -86,8 +86,10 @@ for name, rows in SCHEDULES.items():
     RESUMED |= {name: scheduled, f"{name}, overlapped": scheduled | {"fragment_sync_delay": 1}}
 
 
-ANNOUNCED = {"vanilla", "streaming", "in flight at the end", "short rounds"}
-"""Where a sync is due or under way at the last inner step, which is announced here too."""
+ANNOUNCED = {"vanilla", "int8", "streaming", "in flight at the end", "short rounds"}
+ANNOUNCED |= {"nearly always in flight", "streaming in fp4"}
+"""Where the last inner step is announced too. A sync is due then, or under way, with and without
+what quantization has kept back; with "short rounds" the last step is amid a round."""
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+from lighthouse_page import heard_of
 from torchft.coordination import LighthouseClient
 from waiting import stop_accepting
 
@@ -82,7 +83,7 @@ def test_the_status_page_tells_members_heartbeats_and_what_it_waits_for(start_li
     [member] = status.members
     assert member.replica_id.startswith("a:") and member.step == 7
     assert member.manager_addr.startswith("http://")
-    assert status.alive == {member.replica_id}
+    assert status.alive == heard_of(address) == {member.replica_id}
     assert "only have 0 participants" in status.situation
 
 
@@ -99,8 +100,8 @@ def test_a_group_whose_heartbeat_has_stopped_is_not_alive_and_no_proxy_is_asked(
     client.heartbeat("a:1")
     time.sleep(0.5)
     client.heartbeat("b:1")
-    status = read_status(address)
-    assert status.alive == {"b:1"}
+    assert read_status(address).alive == {"b:1"}
+    assert heard_of(address) == {"a:1", "b:1"}
 
 
 def test_a_lighthouse_that_is_away_has_no_members_and_says_so():

@@ -57,10 +57,10 @@ def average(sim, mean, step):
 
 
 def make_mean(wire_format, bucket=512):
-    share = Division(map(torch.empty, SIZES))
-    share.bucket = bucket
+    division = Division(map(torch.empty, SIZES))
+    division.bucket = bucket
     return QuantizedMean(
-        Layout(share, [*map(torch.empty, SIZES)]), torch.device("cpu"), wire_format=wire_format
+        Layout(division, [*map(torch.empty, SIZES)]), torch.device("cpu"), wire_format=wire_format
     )
 
 
