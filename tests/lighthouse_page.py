@@ -1,4 +1,4 @@
-"""What torchft's lighthouse shows on its status page beyond what the package reads, for the tests."""
+"""What a lighthouse's status page shows beyond what the package reads of it, for the tests."""
 
 import re
 from urllib.request import ProxyHandler, build_opener

@@ -75,7 +75,9 @@ def test_a_learning_rate_with_which_nothing_is_learned_is_an_error_in_one_senten
 
 
 @pytest.mark.skipif(not find_spec("composer"), reason="composer is not installed")
-@pytest.mark.parametrize(("command", "run_dir"), [("simulate", "null"), ("train", "run"), ("train", "null")])
+@pytest.mark.parametrize(
+    ("command", "run_dir"), [("simulate", "null"), ("train", "run"), ("train", "null")]
+)
 def test_the_commands_without_a_coordinator_say_it_too(command, run_dir, tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
     words = ["optimizers.lr=1e30", f"run_dir={run_dir}"]
