@@ -17,8 +17,9 @@ class SyncReport:
         outer_step: (steps; page, terminal, result) Outer steps committed so far, this one included.
         fragment: (index; result) The fragment that was synced, from 0.
         num_participants: (groups; page, terminal) Groups in the quorum.
-        contribution: (weight; result) This group's weight in the mean; 0 if it had not trained.
-        total_contribution: (weight; result) The sum of all weights; 0 means that nothing moved.
+        contribution: (weight) This group's weight in the mean; 0 if it had not trained.
+        total_contribution: (weight; page, terminal) The sum of all weights; 0 means that nothing
+            moved.
         inner_steps: (steps; page, result) Inner steps of this group since the run began. No metric
             of the loggers, for which it is nearly always the batch.
         sync_seconds: (s; page, result) How long the sync blocked training.
@@ -29,7 +30,7 @@ class SyncReport:
             groups sends 2 (k - 1) / k times this size to the others: with two groups, this size
             once.
         bytes_float32: (bytes; result) The size that the messages would have in float32.
-        pseudo_gradient_norm: (L2 norm; result) Of this group's own pseudo-gradient.
+        pseudo_gradient_norm: (L2 norm; page) Of this group's own pseudo-gradient.
         outer_momentum_norm: (L2 norm) Of the fragment's momentum after the outer step.
         momentum_cosine: (-1 to 1; result) Cosine between the mean pseudo-gradient of all groups and
             the fragment's momentum before the outer step, which is a decaying sum of the means of
