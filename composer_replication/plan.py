@@ -34,8 +34,8 @@ from composer_replication.diloco.averaging.wire_sizes import BYTES_PER_PARAMETER
 from composer_replication.settings import DiLoCoSettings
 
 HOST_S_PER_PARAM = 6e-9
-"""One sync of 100 M fp32 parameters over loopback on 2 CPU cores: 2.03 times 293 ms
-(docs/performance.md, ``benchmarks/sync.py``)."""
+"""One sync of 100 M fp32 parameters over loopback on 2 CPU cores (``benchmarks/sync.py``), rounded
+up: 5.1e-9 in the run of docs/performance.md, 5.9e-9 in an earlier one."""
 
 _PARAMS = re.compile(r"(\d*\.?\d+(?:e\d+)?)\s*([kMBT]?)")
 _RATE = re.compile(r"(\d*\.?\d+(?:e\d+)?)\s*([kMGT]?)(bit|b|B)(?:/s|ps)?")
