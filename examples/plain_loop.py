@@ -36,10 +36,8 @@ if os.path.exists(CHECKPOINT):  # this group was killed
     for each, state in zip(trained, torch.load(CHECKPOINT, weights_only=True), strict=True):
         each.load_state_dict(state)
 with diloco:  # waits for the other groups, or takes over their state if they train already
-    epoch = diloco.inner_steps // len(loader)
     while diloco.inner_steps < STEPS:
-        sampler.set_epoch(epoch)
-        epoch += 1
+        sampler.set_epoch(diloco.inner_steps // len(loader))
         for inputs, targets in loader:
             loss = nn.functional.cross_entropy(model(inputs), targets)
             optimizer.zero_grad()

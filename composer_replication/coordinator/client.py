@@ -58,14 +58,16 @@ class CoordinatorClient:
             server is checked against the authorities that httpx knows, or those in the file
             ``SSL_CERT_FILE``.
         token: The run's secret, if it has one.
-        retry_s: How long a request that nobody answers is repeated, in seconds. 0: it is sent
-            once. ``math.inf``: until ``close``.
+        retry_s: How long a request that nobody answers is repeated, in seconds, and at least
+            ``ATTEMPTS`` times. 0: it is sent once. ``math.inf``: until ``close``.
 
     Raises:
         ValueError: The address is no URL.
     """
 
     TIMEOUT_S = 5.0
+    ATTEMPTS = 3
+    """A laden machine answers late: the first request may take up all of ``retry_s``."""
     LOG_AT = (4, 20)
     """The attempts at which a wait is logged; after these every hundredth one."""
 
@@ -104,7 +106,8 @@ class CoordinatorClient:
 
         Every wait for the coordinator is in this method.
         """
-        is_late = tenacity.stop_after_delay(self._retry_s)
+        enough = tenacity.stop_after_attempt(self.ATTEMPTS if self._retry_s else 1)
+        is_late = tenacity.stop_after_delay(self._retry_s) & enough
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception_type(on),
             stop=is_late | tenacity.stop_when_event_set(self._closed),

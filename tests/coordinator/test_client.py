@@ -215,6 +215,15 @@ def test_each_attempt_of_a_report_says_how_old_the_sync_is_by_then(service):
     assert len(ages) >= 2 and all(b - a >= 0.1 for a, b in zip(ages, ages[1:], strict=False))
 
 
+def test_a_request_that_takes_up_all_of_the_time_is_repeated(service):
+    service.hangs = "/v1/commits"
+    client = CoordinatorClient(service.address, "secret").with_limits(retry_s=0.2, timeout_s=0.3)
+    with pytest.raises(CoordinatorAwayError, match="timed out"):
+        client.commit(CommitReport(1, [], []))
+    client.close()
+    assert len(service.bodies("/v1/commits")) == CoordinatorClient.ATTEMPTS
+
+
 @pytest.mark.slow
 def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service, member_of):
     member = member_of()

@@ -5,6 +5,7 @@ and gloo, SIGKILL, Composer's autoresume. On a full disk no file of the launcher
 grow (``RLIMIT_FSIZE``).
 """
 
+import itertools
 import json
 import os
 import resource
@@ -145,8 +146,14 @@ def test_a_disk_that_is_full_for_a_while_ends_no_group_and_loses_no_line(tmp_pat
         assert groups <= {child.pid for child in launcher.children()}
         launch.stop()
         launch.summary()
+    made = set()
     for i in range(2):
-        steps = [sync["diloco/outer_step"] for sync in syncs_of(launch.folder(i))]
-        assert steps == list(range(1, len(steps) + 1))
-    assert f"equal in 2 groups after {len(steps)} outer steps" in launch.said()
+        syncs = syncs_of(launch.folder(i))
+        made |= {sync["diloco/outer_step"] for sync in syncs}
+        for before, sync in itertools.pairwise(syncs):
+            is_next = sync["diloco/outer_step"] == before["diloco/outer_step"] + 1
+            # A group that a laden machine has kept from running takes over what the other made.
+            assert is_next or sync["diloco/healed"]
+    assert made == set(range(1, max(made) + 1))
+    assert f"equal in 2 groups after {max(made)} outer steps" in launch.said()
     assert "started again" not in launch.said()
