@@ -133,7 +133,9 @@ class SettingKeywords(TypedDict, total=False):
     """
 
     max_sync_retries: Annotated[int, 8]
-    """How often in a row a sync that did not commit is retried."""
+    """How often in a row a sync that did not commit is retried. After as many committed syncs in a
+    row in which its pseudo-gradient was not sound, a group leaves.
+    """
 
 
 DEFAULTS = defaults_of(SettingKeywords)

@@ -24,7 +24,7 @@ def write_group(run_dir, replica_id, *, syncs=(), **status):
     folder.mkdir(parents=True, exist_ok=True)
     position = {"phase": "training", "batch": 25, "max_batches": 200, "inner_steps": 25}
     position |= {"sync_every": 10}
-    position |= {"outer_step": 2, "round": 2.5, "loss": 3.14159, "seconds_left": 75.0}
+    position |= {"outer_step": 2, "loss": 3.14159, "seconds_left": 75.0}
     position |= {"trained_at": time.time()}
     (folder / "status.json").write_text(json.dumps(position | status))
     write_events(folder, "sync", *syncs)

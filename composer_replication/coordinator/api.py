@@ -89,7 +89,6 @@ class Heartbeat(StrictBody):
     max_batches: Count | None = None
     inner_steps: Count | None = None
     outer_step: Count | None = None
-    round: Number = None
     loss: Number = None
     steps_per_second: Number = None
     metrics: Annotated[dict[MetricName, Number], Field(max_length=64)] = {}

@@ -441,9 +441,8 @@ class OuterLoop:
     def finish_heal(self) -> bool:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
 
-        A heal runs on torchft's thread, where no collective may run. It may fail on one rank alone,
-        and the other ranks would then wait in a collective for it. So all ranks call this at each
-        sync.
+        torchft applies a heal inside ``start_quorum``. It may fail on one rank alone, and the other
+        ranks would then wait in a collective for it. So all ranks call this at each sync.
 
         Returns:
             Whether all ranks hold the same. If not, they may be at different fragments.

@@ -110,8 +110,8 @@ class Waiting:
 class SyncRetries:
     """Waits after each failed attempt, and counts those that no other group has caused.
 
-    Local and global parameters do not change before the vote, so a retry computes the same
-    pseudo-gradient again. (torchft resets the model and drops the round.)
+    Global parameters do not change before the vote, so a retry sends again what the attempt has
+    sent, with the inner steps taken since. (torchft resets the model and drops the round.)
 
     A failed attempt counts against ``max_sync_retries`` if no group is known to have caused it. (A
     group in training that causes failures leaves after a while, see ``QuorumMember``.) One that

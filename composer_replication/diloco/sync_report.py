@@ -17,7 +17,8 @@ class SyncReport:
         outer_step: (steps; page, terminal, result) Outer steps committed so far, this one included.
         fragment: (index; result) The fragment that was synced, from 0.
         num_participants: (groups; page, terminal) Groups in the quorum.
-        contribution: (weight) This group's weight in the mean; 0 if it had not trained.
+        contribution: (weight) This group's weight in the mean; 0 if it had nothing to send, or
+            what was not finite.
         total_contribution: (weight; page, terminal) The sum of all weights; 0 means that nothing
             moved.
         inner_steps: (steps; page, result) Inner steps of this group since the run began. No metric
@@ -42,8 +43,8 @@ class SyncReport:
         mean_norm_ratio: (0 to 1) Norm of the mean pseudo-gradient, divided by the mean of the
             norms: also the mean cosine between a group's pseudo-gradient and the mean. 1 if all are
             equal, 1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
-        sync_every: (steps) Inner steps of this group in a round, from now on: the setting
-            ``sync_every`` unless ``round_seconds`` is set.
+        sync_every: (steps) Inner steps of this group in a round, from now on: by the settings
+            ``sync_every`` and ``schedule``, or measured for ``round_seconds``.
         steps_lost: (steps; page, result) Inner steps that this group has thrown away since the
             previous sync, because it took the global state from a peer or its pseudo-gradient was
             not finite. 0 for a joiner.

@@ -230,7 +230,7 @@ class ReplicaGroup:
         return self.host.state_dict() | {"sync_every": self.settings.sync_every}
 
     def _receive(self, position: dict[str, Any]) -> None:
-        """Keep a donor's position. On torchft's thread, while training waits for a sync."""
+        """Keep a donor's position. torchft calls it inside ``start_quorum``."""
         self._received = position, self.is_in_step
 
     def _follow_donor(self) -> None:

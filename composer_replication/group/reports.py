@@ -170,7 +170,7 @@ class Reporter:
         for report in reports:
             self.fruitless = 0 if report.total_contribution else self.fruitless + 1
             metrics = numbers_of(report)
-            metrics["diloco/round"] = self._round(report.inner_steps, report.outer_step)
+            metrics["diloco/round"] = report.outer_step / self._settings.fragment_count
             self._host.log_metrics({**metrics})
             self._last_sync["metrics"] = {**metrics}
             if report.global_digest is not None:
@@ -215,16 +215,6 @@ class Reporter:
         if news and not rank():
             take_part = plural(self._num_groups, "group takes", "groups take")
             log.info("Outer step %d: %s; %s part", report.outer_step, news, take_part)
-
-    @property
-    def _steps_of_all(self) -> int | None:
-        """The inner steps of a round in every group; None if a round is a time."""
-        return None if self._settings.round_seconds is not None else self._settings.sync_every
-
-    def _round(self, inner_steps: int, outer_step: int) -> float:
-        """Rounds so far. If a round has another length in each group, it counts whole turns."""
-        steps = self._steps_of_all
-        return inner_steps / steps if steps else outer_step / self._settings.fragment_count
 
     def result(self, diloco: DiLoCo) -> dict[str, Any]:
         """Return the result of the fit. Every rank of the group has to call it.
@@ -291,7 +281,6 @@ class Reporter:
             "max_batches": self._ends_at,
             "inner_steps": diloco.inner_steps,
             "outer_step": diloco.outer_step,
-            "round": self._round(diloco.inner_steps, diloco.outer_step),
             "loss": self.final_loss if self._host.last_loss is None else self._host.last_loss,
         }
         if phase == "training" and self._is_warm_up(diloco.outer_step + 1):
@@ -300,7 +289,6 @@ class Reporter:
         self.folder.write_status(
             phase,
             **position,
-            sync_every=self._steps_of_all,
             seconds_left=seconds_left,
             trained_at=trained_at,
         )
@@ -318,7 +306,7 @@ class Reporter:
     @fence("the position on the progress bar")
     def _show(self, position: Mapping[str, Any], is_estimate: bool) -> None:
         groups = plural(self._num_groups, "group")
-        place = f"round {position['round']:.1f}, outer step {position['outer_step']}, {groups}"
+        place = f"outer step {position['outer_step']}, {groups}"
         self._host.show_position(place, position["max_batches"], is_estimate)
 
 

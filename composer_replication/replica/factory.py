@@ -171,15 +171,7 @@ def connect(
     assert store_address is not None, "without one, rank 0 hosts it"
     server = PeerServer(hostname, tokens)
     transport = HealTransport(server, options.timeout, replica_id)
-    try:
-        check_hostname(*host_and_port(server.address), lighthouse_addr)
-        prefetch = Prefetch(
-            transport, lighthouse_addr=lighthouse_addr, rank=rank, timeout=options.timeout
-        )
-        prefetch.fetch()
-    except BaseException:
-        server.close()
-        raise
+    prefetch = _fetch_state(server, transport, lighthouse_addr, rank, options.timeout)
     own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
     is_first = rank == 0
     with _manager_server_at(own_address(hostname), own_uuid) if is_first else nullcontext():
@@ -209,6 +201,20 @@ def connect(
             prefetch=prefetch,
         )
     return manager
+
+
+def _fetch_state(
+    server: PeerServer, transport: HealTransport, lighthouse_addr: str, rank: int, timeout: float
+) -> Prefetch:
+    """Download the state of the groups in training, if there are some, before they see this one."""
+    try:
+        check_hostname(*host_and_port(server.address), lighthouse_addr)
+        prefetch = Prefetch(transport, lighthouse_addr=lighthouse_addr, rank=rank, timeout=timeout)
+        prefetch.fetch()
+    except BaseException:
+        server.close()
+        raise
+    return prefetch
 
 
 def _train_alone(options: ReplicaOptions, world_size: int, token: str | None) -> SingleGroupManager:

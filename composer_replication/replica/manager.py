@@ -173,7 +173,7 @@ class ReplicaManager(InterruptibleManager):
     @property
     def fault(self) -> str | None:
         """Which group made the last sync fail: ``this``, ``another``, or None if nobody knows."""
-        return self.member.blamed
+        return self.member.fault
 
     @property
     def gathers(self) -> bool:

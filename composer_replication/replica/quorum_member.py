@@ -113,7 +113,7 @@ class QuorumMember:
     Attributes:
         reports: Those of the members of the last quorum.
         keeps_connection: Whether the last quorum is used with the connection of the one before.
-        blamed: Which group made the last sync fail: ``this`` one, ``another`` one (also if one has
+        fault: Which group made the last sync fail: ``this`` one, ``another`` one (also if one has
             joined or left since), or None if it did not fail or nobody can be named.
     """
 
@@ -136,7 +136,7 @@ class QuorumMember:
     store: Any = None
     reports: MemberReports = field(init=False, default_factory=dict)
     keeps_connection: bool = field(init=False, default=False)
-    blamed: str | None = field(init=False, default=None)
+    fault: str | None = field(init=False, default=None)
     _leave_reason: str | None = field(init=False, default=None)
     _at_fault_since: float | None = field(init=False, default=None)
     _managers: dict[str, str] = field(init=False, default_factory=dict)
@@ -379,9 +379,9 @@ class QuorumMember:
         self._leave_reason = None
         if culprit != self.name:
             self._at_fault_since = None
-            self.blamed = "another" if culprit is not None or has_changed else None
+            self.fault = "another" if culprit is not None or has_changed else None
             return
-        self.blamed = "this"
+        self.fault = "this"
         now = time.monotonic()
         if self._at_fault_since is None:
             self._at_fault_since = now

@@ -134,7 +134,7 @@ def drawn(groups, width, height=30):
 def groups_in_trouble(run_dir):
     """Groups with the longest texts that there are in each column."""
     syncs = [sync_line(12345, participants=16)]
-    long = {"batch": 123_456, "max_batches": 200_000, "round": 12_345.0, "outer_step": 12_345}
+    long = {"batch": 123_456, "max_batches": 200_000, "outer_step": 12_345}
     long |= {"seconds_left": 359_000.0, "loss": 11.25}
     troubles = [
         {},

@@ -36,7 +36,7 @@ TRAINS = """
 digest = (sys.argv[1] if replica_id == "1" else "ab") * 32
 status = {"phase": "training", "batch": 20, "max_batches": 20, "inner_steps": 20, "outer_step": 2}
 status |= {"sync_every": 10}
-(folder / "status.json").write_text(json.dumps(status | {"round": 2.0, "loss": 3.0}))
+(folder / "status.json").write_text(json.dumps(status | {"loss": 3.0}))
 for step in (1, 2):
     sync = {"outer_step": step, "fragment": 0, "num_participants": 2, "bytes_sent": 4000}
     sync["bytes_float32"] = 4000

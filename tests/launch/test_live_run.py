@@ -125,7 +125,7 @@ def test_one_line_has_the_run_and_no_line_is_longer_for_more_groups(tmp_path):
 
 def test_the_line_has_the_range_of_losses_and_the_slowest_groups_time(tmp_path):
     for i in range(3):
-        place = {"round": 2.0 + i, "batch": 20 + 10 * i, "seconds_left": 60.0 * i}
+        place = {"batch": 20 + 10 * i, "seconds_left": 60.0 * i}
         write_group(tmp_path, i, loss=3.0 - i / 2, **place)
     line = run_of(tmp_path, 3).status_line
     assert line == "step 40 / 200, loss 2.000 to 3.000, 2 min 0 s left"

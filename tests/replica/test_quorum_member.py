@@ -105,7 +105,7 @@ class Groups:
         return {name[0] for name in self.member[letter].missing.names}
 
     def blamed(self, letters):
-        return [self.member[letter].blamed for letter in letters]
+        return [self.member[letter].fault for letter in letters]
 
     def quorum(self, quorum_id, letters, fails="", left_out=""):
         """What becomes of this quorum: declined, kept or connected.
