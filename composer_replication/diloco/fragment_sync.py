@@ -210,13 +210,13 @@ class FragmentSync:
         self.globals.level_buffers()
         packed = self._to_pack()
         self.unsynced.packed = packed
-        local = packed.local or self.globals.held()
+        local = packed.local or self.globals.local()
         odd_globally, odd_here = self.globals.not_finite(local)
         odd = odd_globally | odd_here
         self.mean.forget_residual({*packed.frozen} | odd)
         self._buffers = local[self.globals.num_parameters :]
         contribution = packed.contribution(self._settings.weight_by)
-        # ``odd``, as a difference of two zeros: the mean of the others, or the first group's value.
+        # An ``odd`` tensor is sent as zeros (ADR-054).
         self.globals.pack(self.mean, local, odd, contribution)
         odd_here_alone = odd_here - odd_globally
         if self.mean.contribution and odd_here_alone:
@@ -348,7 +348,7 @@ class FragmentSync:
             return unsynced.unsent
         kept = None
         if self._settings.fragment_sync_delay:
-            kept = copies_of(self.globals.held())
+            kept = copies_of(self.globals.local())
         return Packed(
             inner_steps=unsynced.inner_steps,
             samples=unsynced.samples,

@@ -157,7 +157,7 @@ class GlobalParameters:
             self._keep_momentum(unmoved)
             # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
             momentum_before = self._own_momentum_norm()
-        local = self.held()
+        local = self.local()
         unmixed = self._unmixed(alpha)
         momentum_squares = Squares(len(self.layout.chunks))
         for index, chunk in enumerate(self.layout.chunks):
@@ -293,7 +293,7 @@ class GlobalParameters:
 
     def _write(self, flat: Tensor, alpha: float) -> None:
         """Write all tensors, in the order of ``theta``, into the model."""
-        local = self.held()
+        local = self.local()
         unmixed = self._unmixed(alpha)
         for chunk in self._whole_layout.chunks:
             values = self._lent(flat, chunk.place)
@@ -304,7 +304,7 @@ class GlobalParameters:
         """The tensors that become global whatever ``alpha`` is: frozen ones, and odd buffers."""
         if not alpha:
             return set()
-        odd_globally, odd_here = self.not_finite(self.held())
+        odd_globally, odd_here = self.not_finite(self.local())
         return odd_globally.union(odd_here, self.frozen())
 
     def _gather(self, mean: WeightedMean) -> Tensor:
@@ -317,7 +317,7 @@ class GlobalParameters:
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        parts = self.theta_division.own(self.held())
+        parts = self.theta_division.own(self.local())
         pairs = zip(self.theta.values(), parts, strict=False)
         for theta, own in islice(pairs, self.num_parameters):
             rounded = theta.view(-1).to(own.device, own.dtype)
@@ -342,8 +342,8 @@ class GlobalParameters:
         """All that is global, by name: this rank's part of ``theta``, and the copied buffers."""
         return {**self.theta, **self.copied.values}
 
-    def held(self) -> list[Tensor]:
-        """What this rank holds of ``live``; not copies."""
+    def local(self) -> list[Tensor]:
+        """What this rank holds of the local parameters and buffers; not copies."""
         return [held_tensor(tensor) for tensor in self.live.values()]
 
     def views(self, flat: Tensor) -> list[Tensor]:

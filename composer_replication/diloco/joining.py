@@ -122,7 +122,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         works += mean.send(manager)
     for fragment in fragments:
         globals_ = fragment.globals
-        buffers = globals_.held()[globals_.num_parameters :]
+        buffers = globals_.local()[globals_.num_parameters :]
         works += globals_.copied.send(manager, fragment.device, buffers)
     for work in works:
         work.wait()
@@ -143,8 +143,8 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     collective they would wait for it.
     """
     layout = fragment.globals.layout
-    mean = WeightedMean(layout, fragment.device, fragment.mean.gathers)
-    local = fragment.globals.held()
+    mean = WeightedMean(layout, fragment.device, fragment.mean.is_whole)
+    local = fragment.globals.local()
 
     def write(chunk: Chunk, into: Tensor) -> None:
         values = into[chunk.place]

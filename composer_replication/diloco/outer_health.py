@@ -64,9 +64,9 @@ def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
     """Find the groups whose pseudo-gradient is so long that it must be an error.
 
     Each is compared with the median of all groups that contribute, of two groups with the other
-    one, and with its own last syncs. It must be beyond ten times the others' per inner step, and in
-    all: a group that has taken few steps moves further in each step than groups whose steps cancel
-    out in part.
+    one, and with its own last syncs. Both its norm and its norm per inner step must be beyond ten
+    times the others': a group that has taken few steps moves further in each step than groups whose
+    steps cancel out in part.
 
     An honest group may be far beyond the others: they may be at the end of a learning rate that
     falls to 0, or have frozen what it trains. A sick one is also beyond its own usual pace.

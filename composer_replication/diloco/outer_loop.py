@@ -269,7 +269,7 @@ class OuterLoop:
         result = self.result
         ranks = self.fragments[0].globals
         was_last, has_doubts = ranks.mean_over_ranks(result.is_over, result.has_doubts)
-        # The next attempt finds whom to leave out, also where no retry is allowed.
+        # After the first doubt another attempt is made in any case: it finds whom to leave out.
         is_first_doubt = has_doubts > 0 and not manager.asks_to_gather
         if has_doubts > 0:
             manager.asks_to_gather = True  # until the sync has committed
@@ -308,8 +308,8 @@ class OuterLoop:
         seconds = self.clock.read()
         self._choose_round_length(seconds)
         self._synced_at = self.inner_steps
-        # Of a cold start, a resume of all groups or an end there is no outer step to report. Steps
-        # that the run's last sync drops are reported.
+        # A cold start, a resume of all groups and an end make no outer step. There is nothing to
+        # report of them, but for the steps that the run's last sync drops.
         drops_steps = role is not Role.JOINS and self._steps_lost > 0
         if not (moved or role is Role.TRAINS or drops_steps):
             return

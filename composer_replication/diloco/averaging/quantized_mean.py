@@ -52,22 +52,22 @@ class QuantizedMean(WeightedMean):
     (``QuantizedBucket``).
 
     With error feedback (Seide et al. 2014; arXiv 1901.09847, alg. 2) a group keeps what rounding
-    has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. What is
-    rounded on the way back is the residual of the group that rounded it, times ``total / c_i``,
-    since a residual counts by the group's part of the mean. The residual changes only at a commit:
-    a sync that is tried again sends the same bytes.
+    has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. A residual
+    is a part of the sum: it is divided by the group's weight in the sync that sends it. What is
+    rounded on the way back is the residual of the group that rounded it. Residuals change only at a
+    commit.
 
     Args:
         layout: See ``WeightedMean``.
         device: Where the messages live.
-        gathers: Whether every rank of the group gets the whole mean.
+        is_whole: Whether every rank of the group gets the whole mean.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
     def __init__(
-        self, layout: Layout, device: torch.device, gathers: bool = True, *, wire_format: str
+        self, layout: Layout, device: torch.device, is_whole: bool = True, *, wire_format: str
     ) -> None:
-        super().__init__(layout, device, gathers)
+        super().__init__(layout, device, is_whole)
         self._format = make_wire_format(wire_format)
         self._exchange: Exchange | None = None
         self._message_memory = FlatMemory(self.device)
@@ -253,9 +253,9 @@ class Exchange:
 
 
 def make_mean(
-    layout: Layout, device: torch.device, gathers: bool, wire_format: str
+    layout: Layout, device: torch.device, is_whole: bool, wire_format: str
 ) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(layout, device, gathers)
-    return QuantizedMean(layout, device, gathers, wire_format=wire_format)
+        return WeightedMean(layout, device, is_whole)
+    return QuantizedMean(layout, device, is_whole, wire_format=wire_format)

@@ -35,13 +35,13 @@ class WeightedMean:
     Args:
         layout: The order of what this rank sends of the tensors. It is the same in all groups.
         device: Where the messages live.
-        gathers: Whether every rank of the group gets the whole mean, or only that of its share.
+        is_whole: Whether every rank of the group gets the whole mean, or only that of its share.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, gathers: bool = True) -> None:
+    def __init__(self, layout: Layout, device: torch.device, is_whole: bool = True) -> None:
         self.layout = layout
         self.device = device
-        self.gathers = gathers
+        self.is_whole = is_whole
         self.division = layout.division
         self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
@@ -273,7 +273,7 @@ class WeightedMean:
         return self.total
 
     def _gather(self) -> None:
-        if self.total and self.gathers:
+        if self.total and self.is_whole:
             self.division.gather(self.flat)
 
     @property
@@ -285,7 +285,7 @@ class WeightedMean:
     @property
     def sums(self) -> Tensor:
         """``divisor`` times the mean, 1-D fp32: each tensor after the other, or the share of it."""
-        if self.gathers:
+        if self.is_whole:
             return self.flat[: sum(self.division.whole_sizes)]
         return self._own[: self.layout.num_elements]
 

@@ -18,7 +18,7 @@ class WireSize(NamedTuple):
 
     Attributes:
         bits: Of an element.
-        block: Elements that share a scale. 0: there are no scales.
+        block: Elements that share a scale, a divisor of ``PART``. 0: there are no scales.
         scale: Bytes of a scale.
         header: Bytes before the scales of a frame: in fp4 the base that the scales are relative to.
     """
