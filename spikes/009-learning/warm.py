@@ -187,6 +187,8 @@ def _in_order(known: Known) -> Iterator[Cell]:
     yield from _of([*OTHERS], known, [ALONE], first)
     yield from _of([*FINE_TUNED], known, NAMES, first)
     yield from _of([*ROWS], known, NAMES, more)
+    yield from _of([*FINE_TUNED, *CHEAP], known, [BASE, ALONE, MOMENTUM_AT_ONCE, CHOSEN], more)
+    yield from _of([*OTHERS], known, [CHOSEN], first)
     yield from _of([*OTHERS], known, NAMES, first)
     yield from _of([*CHEAP, *OTHERS], known, [*OTHER_RATES], first)
     yield from _of([*CHEAP], known, NAMES, more)
