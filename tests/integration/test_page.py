@@ -13,6 +13,7 @@ from debian import MissingProgram
 from harness.commands import Launch
 from integration.test_coordinator import TOKEN, config_of
 from launch import recorded_run
+from recorded_groups import write_group
 from run_events import write_events
 
 from composer_replication.launch.outcome import write_page
@@ -131,6 +132,20 @@ def test_at_400_pixels_numbers_are_whole_and_a_long_error_is_two_lines_until_it_
     assert cell.inner_text().rstrip().endswith("so on")
     heights = [cell.bounding_box()["height"] for cell in page.locator("#evaluations th").all()]
     assert max(heights) < 40, "a heading is broken into several lines"
+
+
+def test_of_a_run_that_was_stopped_no_group_is_lost_and_no_time_is_left(open_page, tmp_path):
+    folder = recorded_run.write_run(tmp_path / "run")
+    at = recorded_run.sync_time(recorded_run.SYNCS + 1)
+    progress = {"batch": 400, "max_batches": 800, "steps_per_second": 5.0}
+    for group, phase in enumerate(["stopped", "training", "sync"]):
+        write_events(folder / f"replica_{group}", "start", recorded_run.start(at, at))
+        write_group(folder, group, phase=phase, **progress)
+    page = open_page(write_page(open_run(folder)).as_uri())
+    page.get_by_role("heading", name="Ended early").wait_for()
+    assert page.locator("#facts").inner_text().endswith("3 groups, 3 stopped")
+    assert page.locator("#bar").inner_text().strip() == "400 of 800 batches"
+    assert "lost" not in page.locator("#groups").inner_text()
 
 
 def test_a_fold_that_is_open_stays_with_its_text_and_failed_groups_are_counted(open_page, tmp_path):
