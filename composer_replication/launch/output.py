@@ -115,9 +115,14 @@ def is_known(error: BaseException | None) -> bool:
 
 
 def raised_by_us(error: BaseException) -> bool:
-    """Whether this package raised the error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].partition(".")[0] == "composer_replication"
+    """Whether this package raised the error, or an ``OSError`` in its own call of pathlib."""
+    packages = [
+        frame.f_globals["__name__"].partition(".")[0]
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    while isinstance(error, OSError) and packages[-1] == "pathlib":
+        packages.pop()  # it only opens the file, which the message names
+    return packages[-1] == PACKAGE
 
 
 def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:

@@ -13,7 +13,9 @@ from forked_commands import ForkedCommand, run
 
 from composer_replication.config_file import ConfigError
 from composer_replication.diloco.algorithm import SyncError
+from composer_replication.group.run_folder import EVENTS
 from composer_replication.launch.output import report_error
+from composer_replication.launch.run_record import open_run
 from composer_replication.options import DuplicateIdError
 from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import SimulationError
@@ -53,6 +55,15 @@ def test_an_error_that_says_little_keeps_its_traceback(error, capsys):
     # A ValueError that was not raised by this package, a TimeoutError without a message.
     status, said = reported(error, capsys)
     assert status == 1 and "Traceback (most recent call last)" in said
+
+
+def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path, capsys):
+    events = tmp_path / "replica_0" / EVENTS
+    events.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as caught:
+        open_run(tmp_path)
+    assert report_error(caught.value) == 1
+    assert capsys.readouterr().err == f"Error: [Errno 21] Is a directory: '{events}'\n"
 
 
 def test_a_name_that_another_group_has_may_be_free_the_next_time(capsys):
