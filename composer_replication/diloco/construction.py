@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from composer_replication import __version__
 from composer_replication.diloco.division import Division, connect_hosts, count_shards
 from composer_replication.diloco.fragments import described_tensors
 from composer_replication.diloco.global_parameters import GlobalParameters
@@ -113,7 +114,8 @@ def give_settings(
         # Kinds of devices may round an outer step differently.
         "outer_step_on": min(tensor.device.type for tensor in tensors),
         "shards": max(map(count_shards, tensors)),
-        "peer_table_row": ROW,  # it differs in another version of this package
+        "composer_replication": __version__,
+        "peer_table_row": ROW,  # it may differ between builds of one version
     }
     described = described_tensors(synced)
     if len(json.dumps(described)) <= LARGEST_DESCRIPTION:

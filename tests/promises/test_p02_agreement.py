@@ -8,7 +8,7 @@ from common import Constant, plain_sgd
 from harness.groups import STREAMING, Group, attempt, learn, run, traces
 from torch import nn
 
-from composer_replication import simulate
+from composer_replication import __version__, simulate
 from composer_replication.settings import SettingsMismatch
 from composer_replication.simulation.simulation import Fault, SimulationError
 
@@ -124,6 +124,17 @@ def test_groups_with_different_settings_do_not_start_and_the_error_lists_them(ow
         run(2, lambda group: group.step(-1.0), own=own)
     assert isinstance(caught.value.__cause__, SettingsMismatch)
     assert all(each in str(caught.value) for each in differences)
+
+
+def test_a_group_of_another_version_of_this_package_does_not_start():
+    def replica(sim):
+        group = Group(sim, sync_every=2)
+        if sim.replica_id:
+            sim.manager.settings["composer_replication"] = "0.0.1"
+        return attempt(group.__enter__)()
+
+    _, second = simulate(replica, num_replicas=2)
+    assert f"composer_replication: '0.0.1' here, '{__version__}' there" in second
 
 
 def test_the_first_tensor_in_which_models_differ_is_named_in_both_groups(caplog):
