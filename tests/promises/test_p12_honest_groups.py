@@ -72,6 +72,21 @@ def test_a_sick_group_is_named_within_two_syncs_also_after_a_resume(groups):
 
 
 @pytest.mark.parametrize("groups", [2, 3])
+def test_a_resumed_group_is_judged_by_what_was_usual_before(groups, caplog):
+    # Fifty times as far as the others is too far for it, and not for a group in its first sync.
+    def replica(sim, saved=None, move=-1.0):
+        with Group(sim, saved=saved, sync_every=1) as group:
+            group.step(move if group.is_last else -1.0)
+            return group.save()
+
+    simulate(partial(replica, move=-50.0), num_replicas=groups)
+    assert "leaves out" not in caplog.text
+    saved = simulate(replica, num_replicas=groups)
+    simulate(lambda sim: replica(sim, saved[sim.replica_id], -50.0), num_replicas=groups)
+    assert f"leaves out replica group {groups - 1}" in caplog.text
+
+
+@pytest.mark.parametrize("groups", [2, 3])
 def test_a_newcomer_that_moves_a_thousand_times_too_far_is_left_out_at_once(groups, caplog):
     def replica(group):
         seen = []
