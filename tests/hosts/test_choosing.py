@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from hosts.host import LACKS
+from hosts.host import LACKS, SOME
 
 HOSTS = {
     "composer_host": "Composer",
@@ -30,9 +30,14 @@ def questions() -> list[str]:
 
 def row(test: str) -> str:
     words = test.removeprefix("test_").replace("_", " ")
-    answers = (LACKS.get((host, test)) for host in HOSTS)
-    cells = ["yes" if reason is None else f"no: {reason}" for reason in answers]
-    return f"| {' | '.join([words, *cells])} |"
+    return f"| {' | '.join([words, *(answer(host, test) for host in HOSTS)])} |"
+
+
+def answer(host: str, test: str) -> str:
+    if reason := LACKS.get((host, test)):
+        return f"no: {reason}"
+    how = SOME.get((host, test))
+    return f"yes: {how}" if how else "yes"
 
 
 def test_the_page_has_what_a_host_lacks_and_that_all_else_is_there():
@@ -44,4 +49,5 @@ def test_the_page_has_what_a_host_lacks_and_that_all_else_is_there():
 
 
 def test_what_a_host_lacks_is_asked_of_it():
-    assert {test for _, test in LACKS} <= {*questions()}
+    assert {test for _, test in LACKS | SOME} <= {*questions()}
+    assert not LACKS.keys() & SOME.keys()

@@ -113,7 +113,7 @@ def test_groups_of_two_ranks_under_DDP_follow_the_same_trace(host, tmp_path):
 
 
 @pytest.mark.integration
-def test_groups_whose_two_ranks_shard_the_model_with_FSDP2_follow_the_same_trace(host, tmp_path):
+def test_groups_whose_two_ranks_shard_the_model_with_FSDP2_train_as_unsharded_ones(host, tmp_path):
     # torch 2.7's gloo sums the ranks' gradients where FSDP2 asks for their mean.
     optimizer = slower_sgd if torch.__version__ < (2, 8) else slow_sgd
     check_trace(host, ranks=2, is_sharded=True, folder=tmp_path, optimizer=optimizer)
