@@ -30,11 +30,11 @@ _HAS_A_FOLDER = "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_e
 _SHARDS = "test_groups_whose_two_ranks_shard_the_model_with_FSDP2_train_as_unsharded_ones"
 
 LACKS = {
-    ("accelerate_host", _JOINS_LATER): "end by `diloco.outer_step`",
-    ("accelerate_host", _HAS_A_FOLDER): "events under `launch` alone",
+    ("accelerate_host", _JOINS_LATER): "end at a `diloco.outer_step`",
+    ("accelerate_host", _HAS_A_FOLDER): "events only under `launch`",
     ("lightning_host", _SHARDS): "refused, use DDP",
-    ("plain", _JOINS_LATER): "end by `diloco.outer_step`",
-    ("plain", _HAS_A_FOLDER): "events under `launch` alone",
+    ("plain", _JOINS_LATER): "end at a `diloco.outer_step`",
+    ("plain", _HAS_A_FOLDER): "events only under `launch`",
 }
 """What a host has not got, and why: by its module and the test that asks for it."""
 
