@@ -39,8 +39,8 @@ LACKS = {
 """What a host has not got, and why: by its module and the test that asks for it."""
 
 SOME = {
-    ("accelerate_host", _SHARDS): "by `fully_shard`; its own [untried](fsdp.md)",
-    ("hf_host", _SHARDS): "sharded by the test; its own [untried](fsdp.md)",
+    ("accelerate_host", _SHARDS): "by `fully_shard`; accelerate's own [untried](fsdp.md)",
+    ("hf_host", _SHARDS): "sharded beforehand; the Trainer's own [untried](fsdp.md)",
 }
 """What a host has in another way than its users expect, and how the test does it."""
 
