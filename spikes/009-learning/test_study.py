@@ -67,6 +67,7 @@ def test_each_two_factors_of_the_jobs_have_all_pairs_of_levels_equally_often(loa
     assert set(rates.values()) == {9} and set(texts.values()) == {6}
 
 
+@pytest.mark.slow
 def test_candidates_have_the_rate_of_the_best_reference_and_the_best_get_more_seeds(load):
     defaults = load("defaults")
     done = {}
@@ -230,6 +231,7 @@ class _Few(Dataset):
         return {"input_ids": self._ids[index], "labels": self._labels[index]}
 
 
+@pytest.mark.slow
 def test_a_text_has_the_same_name_wherever_its_samples_are_the_same(load):
     jobs = load("jobs")
     one, again, held_out = (jobs.DATA["manual"](split) for split in ("train", "train", "eval"))

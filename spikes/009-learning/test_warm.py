@@ -44,6 +44,7 @@ def test_all_candidates_have_the_rounds_that_ship_and_the_chosen_one_all_that_sh
                     assert own.outer_numbers_at(step) == ships.outer_numbers_at(step)
 
 
+@pytest.mark.slow
 def test_fine_tuning_starts_from_the_weights_that_another_training_ended_with(load):
     warm, train = load("warm"), load("train")
     fresh = replace(warm.ROWS[0].base, steps=2)

@@ -6,11 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torchft.manager
 
 PATCHES = sorted((Path(__file__).parents[2] / "deploy" / "upstream").glob("*.patch"))
 
 
+@pytest.mark.slow
 def test_the_patches_of_python_files_apply_and_their_own_tests_pass(tmp_path):
     installed = Path(inspect.getfile(torchft.manager)).parent
     shutil.copytree(installed, tmp_path / "torchft", ignore=shutil.ignore_patterns("__pycache__"))

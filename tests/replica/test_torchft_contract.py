@@ -157,6 +157,7 @@ class OnlyTorchfts:
         return getattr(self._simulated, name)
 
 
+@pytest.mark.slow
 def test_groups_with_torchfts_own_manager_end_with_the_same_bits():
     def replica(sim, manager_of):
         model = nn.Linear(1, 1, bias=False)
