@@ -163,14 +163,14 @@ class History(Course):
 
         step = int(metric("outer_step"))
         ranks = event.get("ranks", 1)  # each sends a share of equal size
+        if "batch" in event and event.get("loss") is not None:  # a plain loop reports no loss
+            self._add_loss(event["batch"], event["loss"], was_away=0 < self.synced_step < step - 1)
         self.newest = event
         self.synced_step = step
         self.num_syncs += 1
         self.inner_steps = max(self.inner_steps, event.get("inner_steps", 0))
         self.bytes_sent += ranks * metric("bytes_sent")
         self._fragment_bytes[metric("fragment")] = ranks * metric("bytes_float32")
-        if "batch" in event and event.get("loss") is not None:  # a plain loop reports no loss
-            self.losses.add(event["batch"], event["loss"])
         if digest := metric("global_digest"):
             self.add_digest(step, digest)
         cosines = metric("momentum_cosine", None), metric("group_cosine", None)
@@ -196,6 +196,12 @@ class History(Course):
             text = f"outer step {step}: {', '.join(filter(None, texts))}"
             self.troubles.append(Trouble(at, text, lost, why))
         self._account(at, metric("sync_seconds", 0.0))
+
+    def _add_loss(self, batch: int, loss: float, *, was_away: bool) -> None:
+        between = (self.newest.get("batch", batch) + batch) // 2
+        if was_away and self.newest.get("batch", batch) < between:
+            self.losses.add(between, None)  # the page draws no line over it
+        self.losses.add(batch, loss)
 
     def _account(self, at: float, blocked_s: float | None) -> None:
         """Divide the time since the event before: until a sync the group has trained."""

@@ -35,6 +35,11 @@ def test_the_record_has_what_the_groups_have_written(run_dir):
     assert record["run_name"] == "run"
     assert record["losses"].keys() == {"0", "1", "2"}
     assert len(record["losses"]["0"]) == SYNCS and len(record["losses"]["1"]) < SYNCS
+    # The middle of the batches that a group has missed is a gap of its curve.
+    gaps = {
+        name: [at for at, loss in rows if loss is None] for name, rows in record["losses"].items()
+    }
+    assert gaps == {"0": [], "1": [5 * (KILLED_AFTER + BACK_AT)], "2": []}
     assert record["losses"]["2"][0] == [10, pytest.approx(5.19)]
     assert 0.5 < record["groups"]["0"]["inner_share"] < 1
     digests = dict.fromkeys("012", "28" * 32)
