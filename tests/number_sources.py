@@ -144,14 +144,15 @@ def gains(name: str, of: str = "all") -> Values:
 
     Args:
         name: Of the candidate.
-        of: ``rows``, ``jobs`` or ``all``.
+        of: ``rows``, ``jobs`` or both, ``all``; ``fine-tuned``.
     """
     with study_modules() as load:
         warm, lines = load("warm"), load("lines")
-        rows = [job for job in warm.EVERY_JOB if isinstance(job, warm.Row)]
-        jobs = [job for job in warm.EVERY_JOB if job not in rows]
+        rows = [*warm.ROWS]
+        jobs = [job for job in warm.EVERY_JOB if not isinstance(job, warm.Row)]
+        sets = {"rows": rows, "jobs": jobs, "all": rows + jobs, "fine-tuned": warm.FINE_TUNED}
         known = warm.Known(lines.read(lines.WARM), lines.read_all())
-        found = warm.gains_of(known, name, {"rows": rows, "jobs": jobs, "all": rows + jobs}[of])
+        found = warm.gains_of(known, name, sets[of])
         return Values(
             count=len(found),
             below=sum(gain < 0 for gain in found),

@@ -235,16 +235,16 @@ def losses(job: Job | Row, known: Known) -> dict[str, dict[int, float]]:
     return found
 
 
-def means(job: Job | Row, known: Known) -> dict[str, float]:
-    """The losses of both references and all candidates, over the seeds that all of them have."""
-    bits = losses(job, known)
-    seeds = seeds_of(bits)
-    return {name: statistics.fmean(bits[name][seed] for seed in seeds) for name in NAMES if seeds}
+def means(job: Job | Row, known: Known, names: Iterable[str] = NAMES) -> dict[str, float]:
+    """The losses of the references and candidates named, over the seeds that all of them have."""
+    bits, names = losses(job, known), [*names]
+    seeds = seeds_of(bits, names)
+    return {name: statistics.fmean(bits[name][seed] for seed in seeds) for name in names if seeds}
 
 
-def seeds_of(bits: Mapping[str, Mapping[int, float]]) -> set[int]:
-    """The seeds that both references and all candidates have."""
-    return set.intersection(*(set(bits.get(name, ())) for name in NAMES))
+def seeds_of(bits: Mapping[str, Mapping[int, float]], names: Iterable[str] = NAMES) -> set[int]:
+    """The seeds that all trainings of these names have."""
+    return set.intersection(*(set(bits.get(name, ())) for name in names))
 
 
 def gain_of(mean: Mapping[str, float], name: str) -> float | None:
@@ -259,10 +259,11 @@ def gains(known: Known) -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in ROWS:
-        mean = means(row, known)
+        names = BASE, ALONE, CHOSEN
+        mean = means(row, known, names)
         own = gain_of(mean, CHOSEN) if mean else None
         if own is not None:
-            seeds = len(seeds_of(losses(row, known)))
+            seeds = len(seeds_of(losses(row, known), names))
             bits = " | ".join(f"{mean[name]:.3f}" for name in (BASE, ALONE, CHOSEN))
             what = f"{row.groups}, {row.steps:,}, {row.lr:g}"
             rows.append(f"| {what} | {seeds} | {bits} | {own:.2f} |")
@@ -271,7 +272,7 @@ def gains(known: Known) -> str:
 
 def gains_of(known: Known, name: str, jobs: Iterable[Job | Row] = EVERY_JOB) -> list[float]:
     """The gains of a candidate, in those of the jobs that have one, the least first."""
-    every = (means(job, known) for job in jobs)
+    every = (means(job, known, (BASE, ALONE, name)) for job in jobs)
     found = (gain_of(mean, name) for mean in every if mean)
     return sorted(value for value in found if value is not None)
 
