@@ -163,8 +163,10 @@ class History(Course):
 
         step = int(metric("outer_step"))
         ranks = event.get("ranks", 1)  # each sends a share of equal size
-        if "batch" in event and event.get("loss") is not None:  # a plain loop reports no loss
-            self._add_loss(event["batch"], event["loss"], was_away=0 < self.synced_step < step - 1)
+        if 0 < self.synced_step < step - 1:
+            self._add_gap(event.get("batch", 0))
+        if "batch" in event and event.get("loss") is not None:  # a joiner has none at first
+            self.losses.add(event["batch"], event["loss"])
         self.newest = event
         self.synced_step = step
         self.num_syncs += 1
@@ -197,11 +199,12 @@ class History(Course):
             self.troubles.append(Trouble(at, text, lost, why))
         self._account(at, metric("sync_seconds", 0.0))
 
-    def _add_loss(self, batch: int, loss: float, *, was_away: bool) -> None:
-        between = (self.newest.get("batch", batch) + batch) // 2
-        if was_away and self.newest.get("batch", batch) < between:
-            self.losses.add(between, None)  # the page draws no line over it
-        self.losses.add(batch, loss)
+    def _add_gap(self, batch: int) -> None:
+        """The group was away before this batch: the page draws no line from its loss before."""
+        before = self.newest.get("batch", batch)
+        middle = (before + batch) // 2
+        if self.losses.points and before < middle:
+            self.losses.add(middle, None)
 
     def _account(self, at: float, blocked_s: float | None) -> None:
         """Divide the time since the event before: until a sync the group has trained."""
