@@ -271,8 +271,8 @@ def gains(known: Known) -> str:
 
 
 def gains_of(known: Known, name: str, jobs: Iterable[Job | Row] = EVERY_JOB) -> list[float]:
-    """The gains of a candidate, in those of the jobs that have one, the least first."""
-    every = (means(job, known, (BASE, ALONE, name)) for job in jobs)
+    """The gains of a candidate, the least first, in those jobs that have one of what ships too."""
+    every = (means(job, known, {BASE, ALONE, CHOSEN, name}) for job in jobs)
     found = (gain_of(mean, name) for mean in every if mean)
     return sorted(value for value in found if value is not None)
 
