@@ -39,10 +39,10 @@ LACKS = {
 """What a host has not got, and why: by its module and the test that asks for it."""
 
 SOME = {
-    ("accelerate_host", _SHARDS): "by `fully_shard`; accelerate's own [untried](fsdp.md)",
-    ("hf_host", _SHARDS): "sharded beforehand; the Trainer's own [untried](fsdp.md)",
+    ("accelerate_host", _SHARDS): "its own [untried](fsdp.md)",
+    ("hf_host", _SHARDS): "its own [untried](fsdp.md)",
 }
-"""What a host has in another way than its users expect, and how the test does it."""
+"""What the test does by itself for a host whose own way to do it has not been tried."""
 
 
 def own_batches(replica_id: int, count: int) -> list[tuple[Tensor, Tensor]]:
