@@ -34,7 +34,7 @@ HANG_TIMEOUT = f"{PREFIX}HANG_TIMEOUT_S"
 TOKEN = f"{PREFIX}TOKEN"
 NO_TOKEN = f"{PREFIX}NO_TOKEN"
 SHARED_VARIABLES = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE")
-"""Variables that others read too."""
+"""Those without our prefix: torchft, engines and the scripts of users read or set them too."""
 OWN_VARIABLES = (COORDINATOR, HOSTNAME, BACKEND, RUN_DIR, HANG_TIMEOUT, TOKEN, NO_TOKEN)
 
 START = "Start the groups with `composer-replication launch --replicas 2 -- python train.py`"

@@ -133,8 +133,8 @@ class SettingKeywords(TypedDict, total=False):
     """
 
     max_sync_retries: Annotated[int, 8]
-    """How often in a row a sync that did not commit is retried. After as many committed syncs in a
-    row in which its pseudo-gradient was not sound, a group leaves.
+    """How often in a row a sync that did not commit is retried. It is also in how many committed
+    syncs in a row a group's pseudo-gradient may be left out as not sound: at the next, it leaves.
     """
 
 

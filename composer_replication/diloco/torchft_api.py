@@ -29,8 +29,8 @@ class DiLoCoManager(Protocol):
     consist of as many equal parts as there are groups (``own`` is one part).
 
     Attributes:
-        num_replicas: How many groups a cold start waits for, as far as it was told; None: it was
-            not.
+        num_replicas: How many groups the start of a run waits for, an argument of ``make_manager``;
+            None if it was not given.
         settings: What has to be equal in all groups, compared before they connect.
         asks_to_gather: Whether this group asks, in its next quorum, that messages are gathered, and
             not summed.

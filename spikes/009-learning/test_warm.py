@@ -142,6 +142,10 @@ def test_the_gain_is_that_worked_out_by_hand(load):
     table = warm.report(warm.Known(done)).splitlines()
     assert table[2].startswith(f"| {row.name} | 2.000 | 3.000 | - | -1.00 | +0.75 |")
     assert table[3].startswith("| worst quarter of 1 |") and "-1.00 | +0.75" in table[3]
+    ships = warm.report_of_shipped(warm.Known(done))
+    # 60 rounds of 4 steps are 240 of its 150: 37 whole ones, so it is in no median of long ones.
+    assert f"| {row.name} | 37 | 1 | 0.75 | -1.00 | +12.5 % | -43.75 % |" in ships
+    assert "outer steps or more" not in ships and "2 groups: +12.5 % above data" in ships
     del done[own[warm.ALONE].key]
     assert len(warm.report(warm.Known(done)).splitlines()) == 2
 

@@ -26,7 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from composer_replication.hf import DiLoCoTrainerCallback, replica_shard
 
 HELD_OUT = 128
-"""Windows that are not trained on."""
+"""How many windows of the text are for the held-out loss: no training reads them."""
 
 
 def docstrings() -> bytes:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from candidates import GRID, JOBS, OUTSIDE, SAMPLES, SEEDS, Job, data_parallel, reference
 from cells import Cell
 from lines import WARM, Lines, read, read_all
+from paired import Difference, compare
 
 HOURS = 25.0
 """Of a processor, at most, until one of the candidates is chosen."""
@@ -34,6 +35,9 @@ STRAIGHT = 60
 BASE, ALONE, MOMENTUM_AT_ONCE = "data parallel", "one group alone", "0.7 / 0.5"
 CHOSEN = "plain in the first 20"
 """The candidate that ships now: see "The choice" in warm.md."""
+
+LONG = 60
+"""Outer steps of a training that is not short."""
 
 APART = 0.01
 """One group alone has to lie this far above data parallel, else noise decides what the gain is."""
@@ -312,11 +316,73 @@ def worst_quarter(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[: math.ceil(len(values) / 4)])
 
 
+class Shipped(NamedTuple):
+    """What ships in a job, over the seeds that it, momentum at once and both references have."""
+
+    job: Job | Row
+    gain: float
+    at_once: float | None
+    above_base: Difference
+    above_at_once: Difference
+
+
+def shipped(known: Known) -> Iterator[Shipped]:
+    """What ships in each job that has a gain."""
+    for job in EVERY_JOB:
+        names = BASE, ALONE, MOMENTUM_AT_ONCE, CHOSEN
+        mean, bits = means(job, known, names), losses(job, known)
+        own = gain_of(mean, CHOSEN) if mean else None
+        if own is None:
+            continue
+        seeds = seeds_of(bits, names)
+        ours = {seed: bits[CHOSEN][seed] for seed in seeds}
+        base, at_once = compare(ours, bits[BASE]), compare(ours, bits[MOMENTUM_AT_ONCE])
+        assert base is not None and at_once is not None, "they have seeds in common"
+        yield Shipped(job, own, gain_of(mean, MOMENTUM_AT_ONCE), base, at_once)
+
+
+def report_of_shipped(known: Known) -> str:
+    """What ships in each job, as a table, and its medians, as in ``warm.md``."""
+    rows = [
+        "| job | outer steps | seeds | gain | of momentum at once | above data parallel "
+        "| above momentum at once |",
+        "|---" * 7 + "|",
+    ]
+    found = [*shipped(known)]
+    for job, own, at_once, base, other in found:
+        rows.append(
+            f"| {job.name} | {outer_steps(job)} | {base.seeds} | {own:.2f} | {at_once:.2f} "
+            f"| {base.mean:+.1f} % | {other} |"
+        )
+    long = [each for each in found if outer_steps(each.job) >= LONG]
+    fresh = [each for each in long if each.job not in FINE_TUNED]
+    for what, some in (("from a fresh model", fresh), ("from any model", long)):
+        gains = sorted(each.gain for each in some)
+        if gains:
+            rows.append(
+                f"\n{len(gains)} {what} with {LONG} outer steps or more: gain {gains[0]:.2f} to "
+                f"{gains[-1]:.2f}, median {statistics.median(gains):.2f}"
+            )
+    for groups in sorted({each.job.groups for each in found}):
+        above = [each.above_base.mean for each in found if each.job.groups == groups]
+        rows.append(f"\n{groups} groups: {statistics.median(above):+.1f} % above data parallel")
+    return "\n".join(rows)
+
+
+def outer_steps(job: Job | Row) -> int:
+    """How many rounds a training of a job has, with the short ones that ship."""
+    short = job.sync_every // 5 if job.sync_every >= SHORT_BELOW else job.sync_every
+    if job.steps <= SHORT_ROUNDS * short:
+        return job.steps // short
+    return SHORT_ROUNDS + (job.steps - SHORT_ROUNDS * short) // job.sync_every
+
+
 def main() -> None:
     done = read(WARM)
     hours = sum(line["cpu_seconds"] for line in done.values()) / 3600
     print(f"{len(done)} trainings in {hours:.1f} of {HOURS:g} processor hours\n")
-    print(report(Known(done, read_all())))
+    known = Known(done, read_all())
+    print(f"{report(known)}\n\n{report_of_shipped(known)}")
 
 
 if __name__ == "__main__":
