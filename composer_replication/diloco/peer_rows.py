@@ -5,6 +5,7 @@ All groups have received the same rows, so they conclude the same.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections import Counter
@@ -80,6 +81,7 @@ class PeerRow(NamedTuple):
 _TYPES: dict[Any, Any] = {bool: "?", int: "<i8", float: "<f4"}
 
 
+@functools.cache
 def _dtype(kind: Any, num_digests: int = 0) -> np.dtype:
     """The fields of a NamedTuple with their types, in their order and without gaps."""
     types = _TYPES | {tuple[int, ...]: ("<i8", (num_digests,))}
