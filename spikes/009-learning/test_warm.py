@@ -95,6 +95,7 @@ def test_the_warm_ups_numbers_are_those_worked_out_by_hand(load):
     assert own == [plain, (0.85, 0.25), ships]
 
 
+@pytest.mark.slow
 def test_the_most_telling_trainings_come_first_and_the_hours_end(load):
     warm = load("warm")
     done, others = {}, load("lines").read_all()

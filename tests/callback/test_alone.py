@@ -50,6 +50,7 @@ def test_a_yaml_train_and_autoresume_goes_on(config, tmp_path):
     assert train_config(load_config(config, saving)) == result
 
 
+@pytest.mark.slow
 def test_it_opens_no_socket_starts_no_process_and_only_its_two_watches():
     process, seen = psutil.Process(), []
 

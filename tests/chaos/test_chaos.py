@@ -124,6 +124,7 @@ def test_while_a_service_or_a_connection_fails_nothing_else_does(tmp_path):
     assert not any(fault.kind != "kill" for fault in history.faults[1:])
 
 
+@pytest.mark.slow
 def test_a_slow_group_runs_for_a_third_of_the_time(tmp_path):
     _, stand, history, let_pass = injector_of(tmp_path, ["slow"], per_minute=0.1, step_s=0.02)
     let_pass(700)

@@ -205,6 +205,7 @@ def test_a_report_that_was_not_answered_is_repeated(service, member_of):
     assert len(service.bodies("/v1/commits")) == sent
 
 
+@pytest.mark.slow
 def test_each_attempt_of_a_report_says_how_old_the_sync_is_by_then(service):
     service.answer = ODD["nothing"]
     client = CoordinatorClient(service.address, "secret", retry_s=0.3)
@@ -215,6 +216,7 @@ def test_each_attempt_of_a_report_says_how_old_the_sync_is_by_then(service):
     assert len(ages) >= 2 and all(b - a >= 0.1 for a, b in zip(ages, ages[1:], strict=False))
 
 
+@pytest.mark.slow
 def test_a_request_that_takes_up_all_of_the_time_is_repeated(service):
     service.hangs = "/v1/commits"
     client = CoordinatorClient(service.address, "secret").with_limits(retry_s=0.2, timeout_s=0.3)
@@ -236,6 +238,7 @@ def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service
     assert max(gaps) < info_of(service).heartbeat_timeout_s
 
 
+@pytest.mark.slow
 def test_a_group_waits_until_its_predecessor_looks_dead(service, member_of):
     service.by_path["/v1/replicas"] = ALIVE
 

@@ -38,6 +38,7 @@ def start(tmp_path):
         yield start
 
 
+@pytest.mark.slow
 def test_a_second_coordinator_on_one_state_folder_is_refused(start, tmp_path):
     first = start()
     message = f"{tmp_path / 'state'} is in use by process {os.getpid()} on "
@@ -73,6 +74,7 @@ def test_groups_hear_of_the_options_and_no_file_has_a_secret_of_them(start, tmp_
         assert not {word for word in (b"hub-", b"run-") if word + b"secret" in file.read_bytes()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "reached_by", "host"),
     [
@@ -143,6 +145,7 @@ def test_a_client_trusts_the_ca_that_ssl_cert_file_names(start, certificate, mon
     client.close()
 
 
+@pytest.mark.slow
 def test_a_certificate_that_cannot_be_used_is_named(start, certificate, tmp_path):
     with pytest.raises(ValueError, match="the certificate cannot be used .*missing.pem"):
         start(**certificate | {"ssl_keyfile": tmp_path / "missing.pem"})

@@ -67,6 +67,7 @@ def test_a_resume_reads_on_and_ends_on_the_same_bits(tmp_path, stop):
         assert its == digest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 3])
 def test_the_end_of_epochs_is_known_from_the_samples_that_are_done(tmp_path, monkeypatch, groups):
     monkeypatch.setattr(run_folder, "STATUS_EVERY_S", 0.0)

@@ -58,6 +58,7 @@ def own(group, k):
 # ---- equal samples ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
     {},
     {"sync_every": 1},
@@ -114,6 +115,7 @@ HONEST = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches_of", [own, shards])
 @pytest.mark.parametrize("groups", range(4, 9))
 def test_many_groups_that_divide_a_dataset_are_not_equal(batches_of, groups):

@@ -122,6 +122,7 @@ def test_a_resume_within_the_warm_up_and_after_it_changes_no_bit_and_no_number(a
     assert [one + other for one, other in zip(before, after, strict=True)] == [whole] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["late", "restart", "fail_commit", "fail_heal"])
 def test_a_joiner_and_a_heal_within_the_warm_up_have_the_numbers_and_bits_of_the_others(kind):
     faults = [Fault("late" if kind == "fail_heal" else kind, replica_id=1, step=8)]

@@ -139,6 +139,7 @@ def test_a_start_works_or_ends_with_the_error_that_names_the_file(disk, folders,
     each_failure(disk, lambda: prepared_run(folders), start, judge)
 
 
+@pytest.mark.slow
 def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, monkeypatch):
     monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 0.0)
     monkeypatch.setattr(supervision, "POLL_S", 0.0)

@@ -9,6 +9,7 @@ from composer_replication.diloco.algorithm import SyncError
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 
+@pytest.mark.slow
 def test_retries_end_with_an_error_that_says_why(caplog):
     faults = [Fault("fail_commit", replica_id=0, step=1)] * 3
     with pytest.raises(SimulationError, match="replica 0 raised SyncError") as caught:

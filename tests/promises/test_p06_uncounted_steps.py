@@ -118,6 +118,7 @@ def test_the_end_of_a_batch_or_of_training_says_so_and_leaves_the_weights(steppe
         assert all(text.startswith(f"{ERROR} (inner step 0)") for text, _ in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=["vanilla", "fragments", "streaming"])
 @pytest.mark.parametrize("stepper", STEPPERS)
 def test_a_loop_that_calls_nothing_hears_of_it_in_a_backward_pass(stepper, settings):

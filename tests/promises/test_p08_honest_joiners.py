@@ -65,6 +65,7 @@ def test_a_group_that_restarts_is_back_and_contributes_nothing_until_it_has_trai
     assert back[1] == (after[2],) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill_in_heal", "fail_heal"])
 def test_a_heal_that_breaks_off_costs_the_healthy_nothing(kind):
     broken = Fault(kind, replica_id=2, step=3)

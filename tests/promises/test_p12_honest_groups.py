@@ -59,6 +59,7 @@ def test_an_honest_group_is_not_left_out(job):
     assert (outcome.alarms, outcome.left) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_sick_group_is_named_within_two_syncs_also_after_a_resume(groups):
     # It is at the end of a schedule, where others have seen far longer steps.

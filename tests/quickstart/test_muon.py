@@ -327,6 +327,7 @@ def config(tmp_path):
     return lambda *overrides: load_config(path, [muon, "device=cpu", *overrides])
 
 
+@pytest.mark.slow
 def test_a_config_hands_over_the_names_and_an_error_names_the_section(config):
     def build(*overrides):
         trainer = build_trainer(config(*overrides), DiLoCoCallback(sync_every=4))

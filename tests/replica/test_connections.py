@@ -118,6 +118,7 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.slow
 def test_strangers_keep_no_member_out_and_take_few_files(server):
     port, ask, most = server
     before = open_files()

@@ -74,6 +74,7 @@ def fetch(said, size):
         client.fetch(address, "state", "0" * 64, deadline=in_s(0.6), into=into)
 
 
+@pytest.mark.slow
 def test_a_state_that_drips_says_how_far_it_came():
     with pytest.raises(PeerError, match=r"did not arrive in time: \d+ of 60000 bytes"):
         fetch(60_000, 60_000)

@@ -188,6 +188,7 @@ def test_old_notices_make_room_for_new_ones(server, monkeypatch):
 # ---- the line ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_without_file_descriptors_a_server_waits_and_does_not_spin(server, monkeypatch, caplog):
     accepts, port, accept = [], host_and_port(server.address)[1], socket.socket.accept
 

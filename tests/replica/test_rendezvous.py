@@ -70,6 +70,7 @@ def test_one_that_never_answers_is_named(boards):
                 wait.result()
 
 
+@pytest.mark.slow
 def test_one_that_dies_before_it_answers_is_noticed_at_once(boards):
     gone = {**boards, "c:1": "127.0.0.1:9"}
     began = time.monotonic()
@@ -125,6 +126,7 @@ def test_a_member_that_comes_to_listen_later_hears_it_too(board):
     wait_until_raised(members(board, 1)[0])
 
 
+@pytest.mark.slow
 def test_the_end_of_the_first_member_is_an_alarm(start_server):
     first = start_server()
     alarm = SyncAlarm(Notices(first.address, ["secret"], 5.0), 1)

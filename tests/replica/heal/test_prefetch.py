@@ -71,6 +71,7 @@ def test_a_stranger_s_odd_address_does_not_end_a_joiner(
     assert joiner.downloaded is not None
 
 
+@pytest.mark.slow
 def test_a_donor_that_fails_in_the_middle_is_followed_by_the_next(
     has_quorum, donor, transports, fetch_ahead, caplog
 ):

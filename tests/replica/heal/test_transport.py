@@ -30,6 +30,7 @@ def receive(joiner, donor, step=4):
     return joiner.recv_checkpoint(0, donor.metadata(), step, LIMIT)
 
 
+@pytest.mark.slow
 def test_a_joiner_gets_what_the_donor_offers_for_that_step_and_only_while_it_does(transports):
     donor, joiner = transports(timeout=0.2), transports()
     donor.serve(lambda: 4, ScriptedState(STATE))
