@@ -78,3 +78,12 @@ def test_what_a_launcher_starts_is_its_child_and_its_server_ends_with_it():
         (server,) = children.values()
         launcher.kill()
     assert psutil.wait_procs([server], timeout=60)[1] == []
+
+
+def test_a_group_of_a_launch_is_a_fork_too(tmp_path):
+    code = "import sys; print('torch' in sys.modules)"
+    launch = ["-m", "composer_replication", "launch", "--replicas", "1", "--run-dir", "run"]
+    command = [sys.executable, *launch, "--", sys.executable, "-c", code]
+    assert run(ForkedCommand, command, cwd=tmp_path, timeout=240).returncode
+    log = (tmp_path / "run" / "replica_0" / "log.txt").read_text().splitlines()
+    assert set(log) == {"True"}

@@ -10,7 +10,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from typing import Any, BinaryIO
@@ -43,7 +42,9 @@ _END_BYTES = 2**16
 """How much of a group's log is read to find its error."""
 
 
-_start = partial(subprocess.Popen[bytes], stdin=DEVNULL, start_new_session=True)
+def _start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+    options = {"stdin": DEVNULL} | options
+    return subprocess.Popen[bytes](command, start_new_session=True, **options)
 
 
 class Interrupts:
