@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402
 from chaos.saves.dying import Moment  # noqa: E402
+from forked_commands import ForkedCommand  # noqa: E402
 
 from composer_replication.replica.lighthouse import start_lighthouse  # noqa: E402
 
@@ -126,14 +127,14 @@ def _train(host: str, folder: Path, environ: Mapping[str, str], both: bool) -> s
     job += [str(STEPS[host]), str(EVERY)]
     with (folder / "said.txt").open("w") as said:
         start = {"stdout": said, "stderr": said, "env": environ, "start_new_session": True}
-        process = subprocess.Popen([*ours, "--", *job], **start)
+        process = ForkedCommand([*ours, "--", *job], **start)
         if both:
             deaths = json.loads(environ["DIES"])
             _wait_until(lambda: all(_num_died(folder, g) == len(deaths[g]) for g in deaths))
             process.kill()
             process.wait()
             time.sleep(6.0)  # what it has started meanwhile ends by itself
-            process = subprocess.Popen([*ours, "--resume", "--", *job], **start)
+            process = ForkedCommand([*ours, "--resume", "--", *job], **start)
         try:
             status = process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -172,7 +173,7 @@ def _train_plain(host: str, folder: Path, environ: Mapping[str, str], both: bool
         own["TORCHFT_LIGHTHOUSE"] = lighthouse.address()
         own["WAITS"] = json.dumps(asdict(Moment("open", _OF_PLAIN, skip=2)))
         with (folder / f"said_{group}.txt").open("a") as said:
-            groups[group] = subprocess.Popen(
+            groups[group] = ForkedCommand(
                 [sys.executable, *script],
                 stdout=said,
                 stderr=said,
