@@ -3,12 +3,14 @@
 Where there is none, ``test_stand_in_device.py`` runs all but NCCL on what stands in for one.
 """
 
+import itertools
 import multiprocessing
 import os
 import signal
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from queue import Empty
 
 import pytest
 import stand_in_device  # noqa: F401 - in a process of its own, where it stands in
@@ -36,6 +38,7 @@ LEARNING = {"model": lambda: TinyMLP().to(DEVICE), "inner": adamw, "digest_every
 IN_FLIGHT = {"fragment_sync_delay": 2, "fragment_update_alpha": 0.5, "sync_every": 6}
 of_backups = pytest.mark.parametrize("backup_device", ["cpu", DEVICE])
 of_formats = pytest.mark.parametrize("wire_format", ["float32", "int8"])
+FORMATS = ["float32", "bfloat16", "int8", "fp4"]
 
 
 def train(sim, **settings):
@@ -101,7 +104,7 @@ def test_a_sync_takes_a_message_and_little_more_of_the_device(backup_device):
 
 
 @of_backups
-@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
+@pytest.mark.parametrize("wire_format", FORMATS)
 def test_every_wire_format_keeps_replicas_equal(wire_format, backup_device):
     settings = {"sync_every": 4, "wire_format": wire_format, "backup_device": backup_device}
     one, other = simulate(partial(train, **settings), num_replicas=2)
@@ -202,14 +205,27 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
         assert (mine - theirs).abs().max() < 1e-6
 
 
-def of_two(replica_id, address, backend, settings, found):
-    """One of two groups that share a GPU; NCCL takes each for a host of its own, as it has to."""
+CASES = [*itertools.product(FORMATS, ["cpu", DEVICE])]
+"""Wire formats, and where the global parameters rest."""
+
+
+def in_flight(wire_format, backup_device):
+    return IN_FLIGHT | {"wire_format": wire_format, "backup_device": backup_device}
+
+
+def of_two(replica_id, address, backend, found):
+    """One of two groups that share a GPU; NCCL takes each for a host of its own, as it has to.
+
+    It trains once for each of CASES: the start of a process takes longer than all of them.
+    """
     os.environ |= {"NCCL_HOSTID": f"group-{replica_id}", "NCCL_SOCKET_IFNAME": "lo"}
-    manager = make_manager(
-        replica_id=replica_id, lighthouse_addr=address, min_replica_size=2, backend=backend
-    )
-    found.put((replica_id, train(SimulatedReplica(replica_id, 2, manager), **settings)[0]))
-    manager.shutdown()
+    for case in CASES:
+        manager = make_manager(
+            replica_id=replica_id, lighthouse_addr=address, min_replica_size=2, backend=backend
+        )
+        digests, *_ = train(SimulatedReplica(replica_id, 2, manager), **in_flight(*case))
+        found.put(((case, replica_id), digests))
+        manager.shutdown()
 
 
 @contextmanager
@@ -242,15 +258,22 @@ BACKENDS = [
 ]
 
 
-@of_backups
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
-def test_two_groups_have_the_bits_of_simulated_ones(wire_format, backend, backup_device):
-    settings = IN_FLIGHT | {"wire_format": wire_format, "backup_device": backup_device}
-    with two_processes(of_two, backend, settings) as (_, queue):
-        found = dict(queue.get(timeout=60) for _ in range(2))
-    simulated = [digests for digests, *_ in simulate(partial(train, **settings), num_replicas=2)]
-    assert [found[0], found[1]] == simulated and len(set(simulated[0])) == 4
+@pytest.fixture(scope="module", params=BACKENDS)
+def of_groups(request):
+    """The digests of two groups by case and replica id, as far as they came."""
+    found = {}
+    with two_processes(of_two, request.param) as (_, queue), suppress(Empty):
+        for _ in range(2 * len(CASES)):
+            case, digests = queue.get(timeout=60)
+            found[case] = digests
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_groups_have_the_bits_of_simulated_ones(case, of_groups):
+    simulated = simulate(partial(train, **in_flight(*case)), num_replicas=2)
+    expected = [digests for digests, *_ in simulated]
+    assert [of_groups[case, 0], of_groups[case, 1]] == expected and len(set(expected[0])) == 4
 
 
 def that_hangs(replica_id, address, found):
