@@ -77,7 +77,8 @@ class Division:
 
     Attributes:
         whole_sizes: Elements of each tensor, or of its shard if the ranks hold shards.
-        sizes: How many of these are in this rank's share.
+        parts: Which elements of each tensor are in this rank's share.
+        sizes: How many these are.
         num_shares: The number of shares into which all elements are divided.
         padded: Elements of memory for the whole. All shares are equally large, so the last may have
             padding.
@@ -137,8 +138,8 @@ class Division:
         self.padded = share * self.num_shares
         self.start = place * share
         self.stop = self.start + share
-        self._parts = [self._part(index, place) for index in range(len(tensors))]
-        self.sizes = [part.stop - part.start for part in self._parts]
+        self.parts = [self._part(index, place) for index in range(len(tensors))]
+        self.sizes = [part.stop - part.start for part in self.parts]
 
     def _part(self, index: int, rank: int) -> slice:
         """The elements of a tensor that are in the share of a rank."""
@@ -156,11 +157,7 @@ class Division:
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
         """This rank's part of one tensor, as ``own`` gives it."""
         flat = tensor.reshape(-1)
-        return flat if self.num_shares == 1 else flat[self._parts[index]]
-
-    def part_start(self, index: int) -> int:
-        """Where this rank's part of one tensor begins in it."""
-        return self._parts[index].start
+        return flat if self.num_shares == 1 else flat[self.parts[index]]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group."""
@@ -209,7 +206,7 @@ class Division:
         if self._host_ranks is None or self.num_shares == 1:
             return own
         whole = own.new_empty(self.whole_sizes[index], device="cpu")
-        whole[self._parts[index]] = own
+        whole[self.parts[index]] = own
         try:
             group = self._host_ranks()
             for rank in range(self.num_shares):

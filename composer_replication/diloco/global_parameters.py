@@ -94,17 +94,11 @@ class GlobalParameters:
         # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
         if self.division.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
             self.theta_division = Division(held.values())
-        make_layout = functools.partial(
-            Layout,
-            self.division,
-            [*held.values()],
-            len(parameters),
-            rests_elsewhere=rests_elsewhere,
-        )
-        self.layout = make_layout()
+        of_model = [*held.values()]
+        self.layout = Layout(self.division, of_model, len(parameters), rests_elsewhere)
         self._whole_layout = self.layout
         if self.division.num_shares > 1:
-            self._whole_layout = make_layout(whole=True)
+            self._whole_layout = Layout(Division(of_model), of_model, len(parameters), True)
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
         self.flat = resting_memory(sum(self.theta_division.sizes), resting, rests_elsewhere)
         self.theta: dict[str, nn.Parameter] = {}
@@ -163,7 +157,7 @@ class GlobalParameters:
         for index, chunk in enumerate(self.layout.chunks):
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
-            if not chunk.is_parameter:
+            if chunk.indices[0] in self.averaged_buffers:
                 theta.sub_(part.div_(mean.divisor))
             elif not step.momentum:
                 step.move(theta, part)
@@ -177,8 +171,8 @@ class GlobalParameters:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
                 chunk.write(theta, local, alpha, unmixed, scratch=part)
         self._await_rest()
-        copies = [chunk.copies for chunk in self.layout.chunks]
-        self._momentum_norm = _norm(momentum_squares.by_tensor(), copies)
+        copies = [self.division.copies[chunk.indices[0]] for chunk in self.layout.chunks]
+        self._momentum_norm = _norm(momentum_squares.by_tensor, copies)
         of_mean = squares / mean.divisor**2
         self._note_norms(of_mean, momentum_before=momentum_before, decay=step.momentum)
 
@@ -188,7 +182,7 @@ class GlobalParameters:
         squares = Squares(len(self.theta))
         parts = deltas.split(self.theta_division.sizes)
         squares.add(parts, [*range(len(parts))])
-        unmoved = self._unmoved(squares.by_tensor(), deltas)
+        unmoved = self._unmoved(squares.by_tensor, deltas)
         parameters = [*self.theta.values()]
         deltas = self.views(deltas.to(self.flat.device))
         for index in range(self.num_parameters):
@@ -201,7 +195,7 @@ class GlobalParameters:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        self._note_norms(squares.by_tensor())
+        self._note_norms(squares.by_tensor)
 
     def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
@@ -216,8 +210,8 @@ class GlobalParameters:
     def _note_norms(self, squares: Tensor, **more: float) -> None:
         copies = self.theta_division.copies
         mean = _norm(squares, copies)
-        of_parameters = squares.where(self.layout.are_parameters, 0.0)
-        self._step_norms = StepNorms(mean, _norm(of_parameters, copies), **more)
+        moved = _norm(squares[: self.num_parameters], copies[: self.num_parameters])
+        self._step_norms = StepNorms(mean, moved, **more)
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
@@ -261,18 +255,19 @@ class GlobalParameters:
         def write(chunk: Chunk, into: Tensor) -> None:
             values = into[chunk.place]
             theta = self._lent(own, chunk.place)
-            if chunk.dtype != torch.float32:
-                theta = _rounded(theta, chunk.dtype, into[chunk.place.stop :])
+            dtype = local[chunk.indices[0]].dtype
+            if dtype != torch.float32:
+                theta = _rounded(theta, dtype, into[chunk.place.stop :])
             views, parts = chunk.pairs(local, values)
-            if values.device.type == "cpu" and chunk.dtype == torch.float32:
+            if values.device.type == "cpu" and dtype == torch.float32:
                 # A pass over memory less than where they are gathered first.
-                of_theta = theta.split(chunk.pieces.sizes)
+                of_theta = theta.split(chunk.sizes)
                 for own_part, part, view in zip(of_theta, parts, views, strict=True):
                     pseudo_gradient(own_part.view(view.shape), part, view)
             else:
                 chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
-            for index, view in zip(chunk.pieces.indices, views, strict=True):
+            for index, view in zip(chunk.indices, views, strict=True):
                 if index in odd:
                     view.zero_()
 
@@ -516,7 +511,7 @@ class GlobalParameters:
             buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
             if buffer is not None:
                 squares.add([buffer.view(-1)], [index])
-        self._momentum_norm = _norm(squares.by_tensor(), self.theta_division.copies)
+        self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
         return self._momentum_norm
 
 

@@ -148,7 +148,7 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
 
     def write(chunk: Chunk, into: Tensor) -> None:
         values = into[chunk.place]
-        if not chunk.is_parameter:
+        if chunk.indices[0] in fragment.globals.averaged_buffers:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()
         else:

@@ -229,7 +229,7 @@ class Exchange:
         squares = Squares(len(weights))
         for bucket in self.buckets:
             bucket.add_squares(squares)
-        norms = squares.by_tensor().sqrt()
+        norms = squares.by_tensor.sqrt()
         if self.buckets[0].has_means:
             self.norm = float(norms.norm())
         else:

@@ -84,18 +84,18 @@ class WeightedMean:
         flat = self._memory.take(division.padded)
         to_send = flat[division.start : division.stop]
         own = to_send[: layout.num_elements]
-        count = len(layout.sizes)
+        count = len(division.sizes)
         squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
         for chunk in layout.chunks_to_pack:
             write(chunk, own)
             values = own[chunk.place]
-            parts = values.split(chunk.pieces.sizes)
-            indices = chunk.pieces.indices
+            parts = values.split(chunk.sizes)
+            indices = chunk.indices
             squares.add(parts, indices)
             self._prepare(chunk.place, values, contribution)
             if not self._is_weighted:
                 squares.add(parts, [count + index for index in indices])
-        sums = self._sums_of(squares.by_tensor())
+        sums = self._sums_of(squares.by_tensor)
         if asks_ranks:
             sums = division.sum(sums)
         self.norm, self.sent_norm, self.moved, elements = sums.sqrt().tolist()
@@ -124,9 +124,9 @@ class WeightedMean:
         copies = torch.tensor(self.division.copies, dtype=torch.float64)
         values = squares[: len(copies)] / copies
         sent = squares[-len(copies) :] / copies
-        moved = torch.where(self.layout.are_parameters, values, 0.0)
-        sizes = torch.tensor(self.layout.sizes) / copies
-        elements = torch.where(moved > 0, sizes, 0.0)
+        moved = values[: self.layout.num_parameters]
+        sizes = torch.tensor(self.division.sizes) / copies
+        elements = sizes[: len(moved)][moved > 0]
         return torch.stack([values.sum(), sent.sum(), moved.sum(), elements.sum()])
 
     def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
@@ -142,21 +142,21 @@ class WeightedMean:
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-        squares = Squares(len(self.layout.sizes))
+        squares = Squares(len(self.division.sizes))
         self._squares = squares
         bucket = self.division.bucket
         followed: list[Any] = []
         starts = range(0, self._own.numel(), bucket)
         for work, start in zip(works, starts, strict=False):
             # While later messages are on their way.
-            note_arrived = partial(self._add_squares, squares, slice(start, start + bucket))
+            note_arrived = partial(self._add_squares, squares, start, start + bucket)
             followed.append(Then(work, note_arrived))
         return [*followed, works[-1]]
 
-    def _add_squares(self, squares: Squares, place: slice) -> None:
-        pieces = self.layout.pieces(place)
-        values = self._own[pieces.place]
-        squares.add(values.split(pieces.sizes), pieces.indices)
+    def _add_squares(self, squares: Squares, start: int, stop: int) -> None:
+        chunk = self.layout.chunk(start, stop)
+        values = self._own[chunk.place]
+        squares.add(values.split(chunk.sizes), chunk.indices)
 
     # What has arrived, before the vote.
 
@@ -171,9 +171,9 @@ class WeightedMean:
         1-D float64 on the CPU, of what this rank has. It waits for an accelerator once.
         """
         if self._squares is None:  # the sums are not those that have arrived
-            self._squares = Squares(len(self.layout.sizes))
-            self._add_squares(self._squares, slice(0, self.layout.num_elements))
-        return self._squares.by_tensor()
+            self._squares = Squares(len(self.division.sizes))
+            self._add_squares(self._squares, 0, self.layout.num_elements)
+        return self._squares.by_tensor
 
     def _arrived(self) -> tuple[float, float]:
         """Return the sum of the weights, and the norm of what this rank has of the mean."""
