@@ -178,7 +178,7 @@ class GlobalParameters:
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
-        deltas = mean.unpack()
+        deltas = self.unpack(mean)
         squares = Squares(len(self.theta))
         parts = deltas.split(self.theta_division.sizes)
         squares.add(parts, [*range(len(parts))])
@@ -301,6 +301,14 @@ class GlobalParameters:
             return set()
         odd_globally, odd_here = self.not_finite(self.local())
         return odd_globally.union(odd_here, self.frozen())
+
+    def unpack(self, mean: WeightedMean) -> Tensor:
+        """Return a mean like ``flat``, in its own memory. Call it once, on all ranks."""
+        own = mean.unpack()
+        if self.theta_division is self.division:
+            return own
+        self.division.gather(mean.flat)
+        return mean.flat[: self.flat.numel()]
 
     def _gather(self, mean: WeightedMean) -> Tensor:
         """Gather all of each tensor, in the memory of a mean that is no longer needed."""
