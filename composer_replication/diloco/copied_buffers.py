@@ -33,21 +33,25 @@ class CopiedBuffers:
     model without buffers sends no such message.
 
     Args:
-        live: The model's buffers by name, first those that are averaged.
+        buffers: The model's buffers by name.
 
     Attributes:
+        averaged: Those that are averaged, by name.
         live: Those without a mean, by name.
         values: Their global values by name, in host memory, in the dtypes of the model.
     """
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.averaged: dict[str, Tensor] = {}
         self.live: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
-        for name, buffer in live.items():
-            if not has_mean(buffer):
+        for name, buffer in buffers.items():
+            if has_mean(buffer):
+                self.averaged[name] = buffer
+            else:
                 self.live[name] = buffer
                 self.values[name] = buffer.detach().to("cpu", copy=True)
-        self._like = [held_tensor(buffer) for buffer in live.values()]
+        self._every = self.averaged | self.live
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(
@@ -58,10 +62,10 @@ class CopiedBuffers:
         Args:
             manager: In a quorum.
             device: Where the message is summed.
-            own: This group's buffers, in the order of ``live`` as it was given. All groups may take
-                them over if this group is the first one of the quorum.
+            own: This group's buffers, first those that are averaged. All groups may take them over
+                if this group is the first one of the quorum.
         """
-        if not self._like:
+        if not self._every:
             return []
         parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in own]
         message = torch.cat(parts)
@@ -76,18 +80,15 @@ class CopiedBuffers:
         Returns:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
-        sizes = [buffer.nbytes for buffer in self._like]
-        parts = self._message.cpu().split(sizes)
-        received = []
-        for like, part in zip(self._like, parts, strict=True):
-            buffer = part.clone().view(like.dtype)
-            received.append(buffer.view(like.shape))
-        num_averaged = len(received) - len(self.values)
-        without_mean = received[num_averaged:]
-        for value, part in zip(self.values.values(), without_mean, strict=True):
-            value.copy_(part)
+        every = {name: held_tensor(buffer) for name, buffer in self._every.items()}
+        parts = self._message.cpu().split([buffer.nbytes for buffer in every.values()])
+        received: dict[str, Tensor] = {}
+        for (name, like), part in zip(every.items(), parts, strict=True):
+            received[name] = part.clone().view(like.dtype).view(like.shape)
+        for name, value in self.values.items():
+            value.copy_(received.pop(name))
         self.write_back()
-        return received[:num_averaged]
+        return [*received.values()]
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -58,8 +58,8 @@ class Division:
     """How tensors that lie one after the other are divided among the ranks of a group.
 
     Without other ranks it holds all of them, and nothing is sent. With other ranks ``sum``,
-    ``norms``, ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the
-    group call them in the same order, and get the same result.
+    ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the group call
+    them in the same order, and get the same result.
 
     Each rank averages what it holds with the same rank of the other groups. So the traffic between
     groups does not grow with their ranks. Ranks with shares then gather the result over the fast
@@ -76,6 +76,7 @@ class Division:
             example because the run rejects it, and the others would wait for it.
 
     Attributes:
+        num_ranks: How many ranks the group has.
         whole_sizes: Elements of each tensor, or of its shard if the ranks hold shards.
         parts: Which elements of each tensor are in this rank's share.
         sizes: How many these are.
@@ -104,40 +105,38 @@ class Division:
         tensors = list(tensors)
         self._ranks = ranks
         self._host_ranks = host_ranks
-        self._rank = ranks.rank() if ranks is not None else 0
-        size = ranks.size() if ranks is not None else 1
-        self.has_ranks = size > 1
+        self._rank = 0
+        self.num_ranks = 1
+        if ranks is not None:
+            self._rank = ranks.rank()
+            self.num_ranks = ranks.size()
         self.are_held = are_held
-        counts = [count_shards(tensor) for tensor in tensors]
-        odd = next((count for count in counts if are_held and size % count), None)
-        if odd is not None:
-            raise ValueError(
-                f"a parameter is divided into {odd} shards, and ranks has {size} ranks: "
-                "pass the process group of all ranks of this replica group as ranks"
-            )
-        self.copies = [size // count if are_held else 1 for count in counts]
-        device = tensors[0].device if tensors else "cpu"
+        self._device = tensors[0].device
+        self.copies: list[int] = []
         for tensor in tensors:
+            count = count_shards(tensor) if are_held else self.num_ranks
+            if self.num_ranks % count:
+                raise ValueError(
+                    f"a parameter is divided into {count} shards, and ranks has {self.num_ranks} "
+                    "ranks: pass the process group of all ranks of this replica group as ranks"
+                )
+            self.copies.append(self.num_ranks // count)
             if isinstance(tensor, DTensor):
                 # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not
                 # be able to reduce tensors there.
-                device = tensor.device_mesh.device_type
-                break
-        self._device = torch.device(device)
+                self._device = torch.device(tensor.device_mesh.device_type)
 
         self.bucket = BUCKET
         self.whole_sizes = [held_tensor(tensor).numel() for tensor in tensors]
         self._firsts = [*itertools.accumulate(self.whole_sizes, initial=0)]
         # Shards are one share: each rank has another one, and all of it.
-        self.num_shares = 1 if are_held else size
+        self.num_shares = 1 if are_held else self.num_ranks
+        unit = self.ALIGNMENT if self.num_shares > 1 else 1
+        self._share = -(-self._firsts[-1] // (self.num_shares * unit)) * unit
+        self.padded = self._share * self.num_shares
         place = 0 if are_held else self._rank
-        share = _divided(self._firsts[-1], self.num_shares)
-        if self.num_shares > 1:
-            share = _divided(share, self.ALIGNMENT) * self.ALIGNMENT
-        self._share = share
-        self.padded = share * self.num_shares
-        self.start = place * share
-        self.stop = self.start + share
+        self.start = place * self._share
+        self.stop = self.start + self._share
         self.parts = [self._part(index, place) for index in range(len(tensors))]
         self.sizes = [part.stop - part.start for part in self.parts]
 
@@ -150,14 +149,9 @@ class Division:
         end = max(0, min(size, end))
         return slice(begin, end)
 
-    def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
-        return (self.part_of(index, tensor) for index, tensor in enumerate(tensors))
-
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
-        """This rank's part of one tensor, as ``own`` gives it."""
-        flat = tensor.reshape(-1)
-        return flat if self.num_shares == 1 else flat[self.parts[index]]
+        """This rank's part of one tensor, 1-D: a view, or a copy if the tensor is scattered."""
+        return tensor.reshape(-1)[self.parts[index]]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group."""
@@ -166,11 +160,6 @@ class Division:
         total = value.to(self._device, copy=True)
         torch.distributed.all_reduce(total, group=self._ranks)
         return total
-
-    def norms(self, own: Sequence[float]) -> list[float]:
-        """L2 norms over what all ranks have, given this rank's part of each."""
-        squares = torch.tensor(own, dtype=torch.float64).square()
-        return self.sum(squares).sqrt().tolist()
 
     @torch.no_grad()
     def level(self, tensors: Iterable[Tensor]) -> None:
@@ -198,13 +187,12 @@ class Division:
             bucket.copy_(gathered.view(bucket.shape))
 
     def whole(self, index: int, own: Tensor) -> Tensor:
-        """Gather all shares of one tensor, 1-D, given this rank's. One share is returned as it is.
+        """Gather all shares of one tensor, 1-D, given this rank's.
 
         Raises:
             RuntimeError: The other ranks did not call it, within ``TIMEOUT``.
         """
-        if self._host_ranks is None or self.num_shares == 1:
-            return own
+        assert self._host_ranks is not None, "ranks that share tensors have it"
         whole = own.new_empty(self.whole_sizes[index], device="cpu")
         whole[self.parts[index]] = own
         try:
@@ -230,14 +218,6 @@ class Division:
         """
         if not self.are_held:
             return own
-        assert self._ranks is not None, "shards have ranks"
-        digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8)
-        table = torch.zeros(self._ranks.size(), digest.numel(), dtype=torch.uint8)
-        table[self._rank] = digest  # the others add zeros
-        digests = self.sum(table).cpu()
-        return hashlib.sha256(digests.numpy().data).hexdigest()
-
-
-def _divided(count: int, by: int) -> int:
-    """Divide, and round up."""
-    return -(-count // by)
+        digests = [own] * self.num_ranks
+        torch.distributed.all_gather_object(digests, own, group=self._ranks)
+        return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()

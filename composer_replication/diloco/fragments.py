@@ -134,6 +134,11 @@ def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[
                 f"parameter {name} has dtype {parameter.dtype}, which is not averaged over groups: "
                 "freeze it (requires_grad=False)"
             )
+        if parameter.dtype == torch.float64:
+            raise ValueError(
+                f"parameter {name} is float64, and groups average in float32: convert the model "
+                "with model.float(), before its optimizer is built"
+            )
         if is_lazy(parameter) or parameter.is_meta:
             raise ValueError(
                 f"parameter {name} has no values yet (a lazy module, or the meta device): run a "

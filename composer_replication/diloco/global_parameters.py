@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.averaging.flat_buffer import resting_memory
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
+from composer_replication.diloco.copied_buffers import CopiedBuffers
 from composer_replication.diloco.division import Division, held_tensor
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
@@ -58,8 +57,8 @@ class GlobalParameters:
         flat: All that it holds, 1-D fp32, one tensor after the other. ``theta`` has the views.
 
     Raises:
-        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, a parameter
-            is float64, or see ``Division``.
+        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
+            ``Division``.
     """
 
     def __init__(
@@ -70,43 +69,37 @@ class GlobalParameters:
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
         parameters: dict[str, nn.Parameter] = {}
-        averaged: dict[str, Tensor] = {}
-        others: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 parameters[name] = tensor
-            elif has_mean(tensor):
-                averaged[name] = tensor
             else:
-                others[name] = tensor
-        _check_dtypes(parameters)
-        self.averaged = parameters | averaged
-        self.copied = CopiedBuffers(averaged | others)
+                buffers[name] = tensor
+        self.copied = CopiedBuffers(buffers)
+        self.averaged = parameters | self.copied.averaged
         self.num_parameters = len(parameters)
         self.averaged_buffers = range(len(parameters), len(self.averaged))
-        held = {name: held_tensor(tensor) for name, tensor in self.averaged.items()}
-        self.shapes = {name: tensor.shape for name, tensor in held.items()}
-        self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        held = [held_tensor(tensor) for tensor in self.averaged.values()]
+        self.shapes = {name: t.shape for name, t in zip(self.averaged, held, strict=True)}
+        self.device = held[0].device
         resting = backup_device or self.device
         rests_elsewhere = resting.type != self.device.type
         self.division = division_of(self.averaged.values())
         self.theta_division = self.division
-        # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
-        if self.division.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
-            self.theta_division = Division(held.values())
-        of_model = [*held.values()]
-        self.layout = Layout(self.division, of_model, len(parameters), rests_elsewhere)
+        self.layout = Layout(self.division, held, len(parameters), rests_elsewhere)
         self._whole_layout = self.layout
         if self.division.num_shares > 1:
-            self._whole_layout = Layout(Division(of_model), of_model, len(parameters), True)
+            alone = Division(held)
+            self._whole_layout = Layout(alone, held, len(parameters), True)
+            like = [nn.Parameter(torch.empty_like(t, device="meta")) for t in parameters.values()]
+            # One that reads whole tensors, such as LAMB, would take other steps on shares.
+            if not is_plain_sgd(outer_optimizer(like)):
+                self.theta_division = alone
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
-        self.flat = resting_memory(sum(self.theta_division.sizes), resting, rests_elsewhere)
-        self.theta: dict[str, nn.Parameter] = {}
-        parts = self.theta_division.own(held.values())
-        with torch.no_grad():
-            for name, view, part in zip(held, self.views(self.flat), parts, strict=True):
-                view.copy_(part.view(view.shape))
-                self.theta[name] = nn.Parameter(view)
+        # Pinned, copies run beside the accelerator's kernels; torch takes the next power of two.
+        size = sum(self.theta_division.sizes)
+        self.flat = torch.zeros(size, device=resting, pin_memory=rests_elsewhere)
+        self.theta = self._theta_of(held)
         self._momentum_norm: float | None = None
         """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
@@ -116,6 +109,16 @@ class GlobalParameters:
         _check_is_over(self.optimizer, owned)
         if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
             self._keep_momentum()  # now: what does not fit into memory is to fail at the start
+
+    @torch.no_grad()
+    def _theta_of(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
+        """Copy what this rank holds of the model into ``flat``, and return the views of that."""
+        theta: dict[str, nn.Parameter] = {}
+        views = self.views(self.flat)
+        for index, (name, view) in enumerate(zip(self.averaged, views, strict=True)):
+            part = self.theta_division.part_of(index, held[index])
+            theta[name] = nn.Parameter(view.copy_(part.view(view.shape)))
+        return theta
 
     # ---- the outer step --------------------------------------------------------------------------
 
@@ -320,9 +323,9 @@ class GlobalParameters:
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        parts = self.theta_division.own(self.local())
-        pairs = zip(self.theta.values(), parts, strict=False)
-        for theta, own in islice(pairs, self.num_parameters):
+        pairs = zip(self.theta.values(), self.local(), strict=False)
+        for index, (theta, local) in enumerate(islice(pairs, self.num_parameters)):
+            own = self.theta_division.part_of(index, local)
             rounded = theta.view(-1).to(own.device, own.dtype)
             if not torch.equal(own, rounded):
                 return True
@@ -351,16 +354,13 @@ class GlobalParameters:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
-        return (
-            list(flat.split(self.theta_division.sizes))
-            if self.is_shared
-            else self.whole_views(flat)
-        )
+        if self.is_shared:
+            return [*flat.split(self.theta_division.sizes)]
+        return self.whole_views(flat)
 
     def whole_views(self, flat: Tensor) -> list[Tensor]:
-        """Each tensor in a buffer that has the shares of all ranks, in its shape."""
-        sizes = self.division.whole_sizes
-        parts = flat[: sum(sizes)].split(sizes)
+        """Each tensor in a buffer that has all of them, in its shape."""
+        parts = flat.split(self.division.whole_sizes)
         pairs = zip(parts, self.shapes.values(), strict=True)
         return [part.view(shape) for part, shape in pairs]
 
@@ -424,16 +424,16 @@ class GlobalParameters:
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
-        own = torch.tensor([*values, 1.0], dtype=torch.float64)
-        *totals, count = self.division.sum(own).tolist()
-        return [total / count for total in totals]
+        totals = self.division.sum(torch.tensor(values, dtype=torch.float64))
+        return (totals / self.division.num_ranks).tolist()
 
     # ---- the outer optimizer's state -------------------------------------------------------------
 
     @functools.cached_property
     def momentum(self) -> Tensor:
         """The outer momentum of all tensors, like ``flat``."""
-        return resting_memory(self.flat.numel(), self.flat.device, self.flat.is_pinned())
+        is_pinned = self.flat.is_pinned()
+        return torch.zeros(self.flat.shape, device=self.flat.device, pin_memory=is_pinned)
 
     @property
     def momenta(self) -> list[Tensor]:
@@ -451,9 +451,8 @@ class GlobalParameters:
         """
         parameters = [*self.theta.values()][: self.num_parameters]
         momenta = self.momenta
-        if any(theta not in self.optimizer.state for theta in parameters):
-            for theta, own in zip(parameters, momenta, strict=False):
-                self.optimizer.state[theta]["momentum_buffer"] = own
+        for theta, own in zip(parameters, momenta, strict=False):
+            self.optimizer.state[theta]["momentum_buffer"] = own
         for index in unmoved:
             momenta[index].zero_()
             self._momentum_norm = None
@@ -509,7 +508,9 @@ class GlobalParameters:
         its ranks.
         """
         *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
-        return StepNorms._make([*self.theta_division.norms(own), decay])
+        squares = torch.tensor(own, dtype=torch.float64).square()
+        norms = self.theta_division.sum(squares).sqrt()
+        return StepNorms._make([*norms.tolist(), decay])
 
     def _own_momentum_norm(self) -> float:
         if self._momentum_norm is not None:
@@ -536,15 +537,6 @@ def _norm(squares: Tensor, copies: Sequence[int]) -> float:
     return math.sqrt((squares / torch.tensor(copies)).sum())
 
 
-def _check_dtypes(parameters: Mapping[str, Tensor]) -> None:
-    for name, tensor in parameters.items():
-        if tensor.dtype == torch.float64:
-            raise ValueError(
-                f"parameter {name} is float64, and groups average in float32: convert the model "
-                "with model.float(), before its optimizer is built"
-            )
-
-
 def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:
     """Check that the outer optimizer moves the global parameters, and nothing else."""
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -560,12 +552,3 @@ def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:
             "outer_optimizer built an optimizer over other parameters than the global ones it was "
             "given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
         )
-
-
-def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether the outer optimizer treats each element by itself, as far as we know."""
-    like = []
-    for parameter in parameters.values():
-        shape = held_tensor(parameter).shape
-        like.append(nn.Parameter(torch.empty(shape, device="meta")))
-    return is_plain_sgd(outer_optimizer(like))
