@@ -47,28 +47,26 @@ def split_model(
         ValueError: A parameter is in no fragment or in two, or a fragment is empty. The message
             names it.
     """
-    modules = [] if isinstance(model_fragments, nn.Module) else list(model_fragments)
-    is_split = not isinstance(model_fragments, nn.Module)
-    if is_split and not modules:
-        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
-    if is_split and (fragment_patterns is not None or num_fragments not in (1, len(modules))):
-        raise ValueError(
-            f"model_fragments has {len(modules)} modules and is a split already: "
-            "leave num_fragments and fragment_patterns out"
-        )
     model = whole_model(model_fragments)
+    if not isinstance(model_fragments, nn.Module) and not model_fragments:
+        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
     parameters = dict(_trainable(model, also_synced))
     if not parameters:
         raise ValueError(
             "the model has no trainable parameter: set requires_grad=True on those to train"
         )
-    if is_split:
-        return _by_modules(parameters, modules)
-    if fragment_patterns is not None:
-        return _by_patterns(parameters, fragment_patterns)
-    if num_fragments == 1:
-        return [parameters]
-    return cut_at_blocks(model, parameters, num_fragments)
+    if isinstance(model_fragments, nn.Module):
+        if fragment_patterns is not None:
+            return _by_patterns(parameters, fragment_patterns)
+        if num_fragments == 1:
+            return [parameters]
+        return cut_at_blocks(model, parameters, num_fragments)
+    if fragment_patterns is not None or num_fragments not in (1, len(model_fragments)):
+        raise ValueError(
+            f"model_fragments has {len(model_fragments)} modules and is a split already: "
+            "leave num_fragments and fragment_patterns out"
+        )
+    return _by_modules(parameters, model_fragments)
 
 
 def whole_model(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:

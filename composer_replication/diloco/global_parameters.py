@@ -18,9 +18,9 @@ from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import (
     OuterOptimizer,
-    SGDStep,
     is_plain_sgd,
     pseudo_gradient,
+    take_sgd_step,
 )
 
 
@@ -148,9 +148,10 @@ class GlobalParameters:
         sums = mean.sums
         squares = mean.squares()  # before the step overwrites the sums
         unmoved = self._unmoved(squares, sums)
-        step = SGDStep(self.optimizer, mean.divisor, self.device)
+        (group,) = self.optimizer.param_groups
+        divisor = torch.full((), mean.divisor, device=self.device)
         momentum_before = 0.0
-        if step.momentum:
+        if group["momentum"]:
             self._keep_momentum(unmoved)
             # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
             momentum_before = self._own_momentum_norm()
@@ -162,11 +163,11 @@ class GlobalParameters:
             theta = self._lent(self.flat, chunk.place)
             if chunk.indices[0] in self.averaged_buffers:
                 theta.sub_(part.div_(mean.divisor))
-            elif not step.momentum:
-                step.move(theta, part)
+            elif not group["momentum"]:
+                take_sgd_step(group, divisor, theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
-                step.move(theta, part, momentum)
+                take_sgd_step(group, divisor, theta, part, momentum)
                 momentum_squares.add([momentum], [index])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
@@ -177,7 +178,7 @@ class GlobalParameters:
         copies = [self.division.copies[chunk.indices[0]] for chunk in self.layout.chunks]
         self._momentum_norm = _norm(momentum_squares.by_tensor, copies)
         of_mean = squares / mean.divisor**2
-        self._note_norms(of_mean, momentum_before=momentum_before, decay=step.momentum)
+        self._note_norms(of_mean, momentum_before=momentum_before, decay=group["momentum"])
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""

@@ -91,9 +91,8 @@ class QuantizedBucket:
         weights, self._sent = _weights_and_parts(sent, self._num_parts)
         weights.fill_(contribution)
         for index, part in enumerate(self._sent):
-            if self._averages(index):
-                part.zero_()
-            else:
+            # Of the part that it averages itself, it reads nothing that was sent.
+            if index != self._rank or not self.has_means:
                 self._encode(self._part(self.values, index), part)
         weights, self._received = _weights_and_parts(received, self._groups)
         self.received_weights = weights.squeeze(1)
@@ -173,13 +172,10 @@ class QuantizedBucket:
         for index in range(self._groups):
             values = self._part(self.values, index)
             # The values are read before the mean is written over them.
-            if error is None:
+            kept = None if error is None else self._part(error, index)
+            if kept is not None and index == self._rank:
+                kept.copy_(values)  # start_second has put the error there
                 kept = None
-            elif self._averages(index):
-                kept = None
-                self._part(error, index).copy_(values)  # start_second has put the error there
-            else:
-                kept = self._part(error, index)
             for frame in self._frames:
                 own = values[frame.elements]
                 if kept is not None:
@@ -198,10 +194,6 @@ class QuantizedBucket:
             if error is not None:  # before the mean is written over the values
                 self._keep_error(values, parts[self._rank], error[frame.elements])
             self._average(parts, values)
-
-    def _averages(self, index: int) -> bool:
-        """Whether this group averages a part, and therefore does not send it."""
-        return self.has_means and index == self._rank
 
     def _average(self, parts: Sequence[Tensor], into: Tensor) -> None:
         """Write the weighted mean of what the groups have sent; zeros if none has a weight."""
