@@ -51,7 +51,8 @@ class CopiedBuffers:
             else:
                 self.live[name] = buffer
                 self.values[name] = buffer.detach().to("cpu", copy=True)
-        self._every = self.averaged | self.live
+        every = self.averaged | self.live
+        self._like = {name: held_tensor(buffer) for name, buffer in every.items()}
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(
@@ -65,7 +66,7 @@ class CopiedBuffers:
             own: This group's buffers, first those that are averaged. All groups may take them over
                 if this group is the first one of the quorum.
         """
-        if not self._every:
+        if not self._like:
             return []
         parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in own]
         message = torch.cat(parts)
@@ -80,11 +81,12 @@ class CopiedBuffers:
         Returns:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
-        every = {name: held_tensor(buffer) for name, buffer in self._every.items()}
-        parts = self._message.cpu().split([buffer.nbytes for buffer in every.values()])
+        sizes = [buffer.nbytes for buffer in self._like.values()]
+        parts = self._message.cpu().split(sizes)
         received: dict[str, Tensor] = {}
-        for (name, like), part in zip(every.items(), parts, strict=True):
-            received[name] = part.clone().view(like.dtype).view(like.shape)
+        for (name, like), part in zip(self._like.items(), parts, strict=True):
+            buffer = part.clone().view(like.dtype)
+            received[name] = buffer.view(like.shape)
         for name, value in self.values.items():
             value.copy_(received.pop(name))
         self.write_back()

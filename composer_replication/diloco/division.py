@@ -71,9 +71,9 @@ class Division:
         are_held: Whether the ranks hold shards (FSDP2), and not the same tensors. Several ranks may
             hold the same shard, as in a mesh that shards in one dimension and replicates in the
             other (HSDP).
-        host_ranks: Returns a process group of the same ranks, for whole tensors. It is connected
-            at the first call, and not when ``DiLoCo`` is built: a rank can fail before that, for
-            example because the run rejects it, and the others would wait for it.
+        connect: Connects a process group over the same ranks, for whole tensors: when the first one
+            is asked for, and not when ``DiLoCo`` is built. A rank can fail before that, for example
+            because the run rejects it, and the others would wait for it.
 
     Attributes:
         num_ranks: How many ranks the group has.
@@ -100,11 +100,11 @@ class Division:
         ranks: ProcessGroup | None = None,
         *,
         are_held: bool = False,
-        host_ranks: Callable[[], ProcessGroup] | None = None,
+        connect: Callable[[ProcessGroup], ProcessGroup] = connect_hosts,
     ) -> None:
         tensors = list(tensors)
         self._ranks = ranks
-        self._host_ranks = host_ranks
+        self._connect = connect
         self._rank = 0
         self.num_ranks = 1
         if ranks is not None:
@@ -192,11 +192,11 @@ class Division:
         Raises:
             RuntimeError: The other ranks did not call it, within ``TIMEOUT``.
         """
-        assert self._host_ranks is not None, "ranks that share tensors have it"
+        assert self._ranks is not None, "they share the tensor"
         whole = own.new_empty(self.whole_sizes[index], device="cpu")
         whole[self.parts[index]] = own
         try:
-            group = self._host_ranks()
+            group = self._connect(self._ranks)
             for rank in range(self.num_shares):
                 part = whole[self._part(index, rank)]
                 if part.numel():

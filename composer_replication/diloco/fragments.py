@@ -90,11 +90,10 @@ def synced_tensors(
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
     synced: list[dict[str, Tensor]] = [{**parameters} for parameters in fragments]
-    if settings.sync_buffers == "none":
-        return synced
-    for name, buffer in persistent_buffers(whole_model(model)).items():
-        index = 0 if isinstance(model, nn.Module) else _index_in(name)
-        synced[index][name] = buffer
+    if settings.sync_buffers == "mean":
+        for name, buffer in persistent_buffers(whole_model(model)).items():
+            index = 0 if isinstance(model, nn.Module) else _index_in(name)
+            synced[index][name] = buffer
     return synced
 
 
@@ -320,14 +319,7 @@ def check_trained_by(
     Raises:
         ValueError: The parameters differ. The message names them.
     """
-    trained: dict[int, str] = {}
-    for number, optimizer in enumerate(optimizers):
-        which = f"[{number}]." if len(optimizers) > 1 else ""
-        for group, contents in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(contents["params"]):
-                if parameter.requires_grad:
-                    place = f"{which}param_groups[{group}]['params'][{index}]"
-                    trained[id(parameter)] = f"{place}, shape {tuple(parameter.shape)}"
+    trained = _trained_by(optimizers)
     synced: dict[int, str] = {}
     for fragment in fragments:
         for name, tensor in fragment.items():
@@ -345,6 +337,19 @@ def check_trained_by(
             f"in the inner optimizer but in no fragment: {listed(uncovered)}. Add the module that "
             "holds them to model_fragments, or pass the whole model"
         )
+
+
+def _trained_by(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, str]:
+    """Where optimizers have the parameters that they train, by the parameter's id."""
+    trained: dict[int, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        which = f"[{number}]." if len(optimizers) > 1 else ""
+        for group, contents in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(contents["params"]):
+                if parameter.requires_grad:
+                    place = f"{which}param_groups[{group}]['params'][{index}]"
+                    trained[id(parameter)] = f"{place}, shape {tuple(parameter.shape)}"
+    return trained
 
 
 class WatchedModel:
@@ -393,14 +398,9 @@ class WatchedModel:
             ValueError: A parameter was frozen when the fragments were made, and is trained now: it
                 would never be synchronised.
         """
-        thawed = {id(p): name for name, p in self._left_out if p.requires_grad}
-        if not thawed:
-            return
-        trained: set[int] = set()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                trained.update(map(id, group["params"]))
-        names = [name for identity, name in thawed.items() if identity in trained]
+        thawed = [(name, p) for name, p in self._left_out if p.requires_grad]
+        trained = _trained_by(optimizers) if thawed else {}
+        names = [name for name, p in thawed if id(p) in trained]
         if names:
             raise ValueError(
                 f"frozen when training began, and trained now: {listed(names)}. No sync has them. "

@@ -65,7 +65,7 @@ class GlobalParameters:
         self,
         tensors: Mapping[str, Tensor],
         outer_optimizer: OuterOptimizer,
-        backup_device: torch.device | None = None,
+        backup_device: torch.device | str | None = None,
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
         parameters: dict[str, nn.Parameter] = {}
@@ -82,7 +82,7 @@ class GlobalParameters:
         held = [held_tensor(tensor) for tensor in self.averaged.values()]
         self.shapes = {name: t.shape for name, t in zip(self.averaged, held, strict=True)}
         self.device = held[0].device
-        resting = backup_device or self.device
+        resting = torch.device(backup_device or self.device)
         rests_elsewhere = resting.type != self.device.type
         self.division = division_of(self.averaged.values())
         self.theta_division = self.division
@@ -141,7 +141,10 @@ class GlobalParameters:
             self._step(mean)
             self._write(self.flat, alpha)
         if self.is_shared:
-            self._write(self._gather(mean), alpha)
+            # All of each tensor, in the memory of a mean that is no longer needed.
+            mean.sums.copy_(self.flat)
+            self.division.gather(mean.flat)
+            self._write(mean.flat, alpha)
 
     def _descend(self, mean: WeightedMean, alpha: float) -> None:
         """Take the outer step of torch's SGD in chunks, and write back each that is whole."""
@@ -313,13 +316,6 @@ class GlobalParameters:
             return own
         self.division.gather(mean.flat)
         return mean.flat[: self.flat.numel()]
-
-    def _gather(self, mean: WeightedMean) -> Tensor:
-        """Gather all of each tensor, in the memory of a mean that is no longer needed."""
-        start = self.division.start
-        mean.flat[start : start + self.flat.numel()] = self.flat
-        self.division.gather(mean.flat)
-        return mean.flat
 
     @torch.no_grad()
     def has_moved(self) -> bool:
@@ -514,14 +510,13 @@ class GlobalParameters:
         return StepNorms._make([*norms.tolist(), decay])
 
     def _own_momentum_norm(self) -> float:
-        if self._momentum_norm is not None:
-            return self._momentum_norm
-        squares = Squares(len(self.theta))
-        for index, theta in enumerate(self.theta.values()):
-            buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-            if buffer is not None:
-                squares.add([buffer.view(-1)], [index])
-        self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
+        if self._momentum_norm is None:
+            squares = Squares(len(self.theta))
+            for index, theta in enumerate(self.theta.values()):
+                buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+                if buffer is not None:
+                    squares.add([buffer.view(-1)], [index])
+            self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
         return self._momentum_norm
 
 

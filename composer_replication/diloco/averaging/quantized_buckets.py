@@ -163,8 +163,15 @@ class QuantizedBucket:
         """
         if self.has_means:
             self._take_means(error)
-        else:
-            self._take_mean_of_all(error)
+            return
+        scratch = self._scratch(self._groups)
+        for frame in self._frames:
+            values = self.values[frame.elements]
+            decoded = self._decode(self._received, frame, scratch)
+            parts = [row[: values.numel()] for row in decoded]
+            if error is not None:  # before the mean is written over the values
+                self._keep_error(values, parts[self._rank], error[frame.elements])
+            self._average(parts, values)
 
     def _take_means(self, error: Tensor | None) -> None:
         """Decode the means of all parts, as their groups have encoded them."""
@@ -183,17 +190,6 @@ class QuantizedBucket:
                     self._keep_error(own, sent, kept[frame.elements])
                 mean = self._decode(self._means[index], frame, scratch)
                 own.copy_(mean[: own.numel()])
-
-    def _take_mean_of_all(self, error: Tensor | None) -> None:
-        """Average what one or two groups have sent, this one included."""
-        scratch = self._scratch(self._groups)
-        for frame in self._frames:
-            values = self.values[frame.elements]
-            decoded = self._decode(self._received, frame, scratch)
-            parts = [row[: values.numel()] for row in decoded]
-            if error is not None:  # before the mean is written over the values
-                self._keep_error(values, parts[self._rank], error[frame.elements])
-            self._average(parts, values)
 
     def _average(self, parts: Sequence[Tensor], into: Tensor) -> None:
         """Write the weighted mean of what the groups have sent; zeros if none has a weight."""

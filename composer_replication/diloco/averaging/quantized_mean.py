@@ -134,8 +134,7 @@ class QuantizedMean(WeightedMean):
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
         own = whole[self.division.start : self.division.stop]
-        self.residual.zero_()
-        self.residual[: own.numel()] = own
+        self.residual[: own.numel()] = own  # what pads it is zeros
 
     def forget_residual(self, tensors: Collection[int] | None = None) -> None:
         if tensors is None:
