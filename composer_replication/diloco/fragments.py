@@ -167,13 +167,11 @@ def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) 
         ValueError: The model has fewer blocks with such parameters.
     """
     names = {id(p): name for name, p in parameters.items()}
-    taken: set[int] = set()
     blocks: list[list[str]] = []
     for block in _each_block(model):
-        own = [each for each in map(id, block) if each in names and each not in taken]
-        taken.update(own)
+        own = [names.pop(id(p)) for p in block if id(p) in names]  # tied ones once
         if own:
-            blocks.append([names[each] for each in own])
+            blocks.append(own)
     if len(blocks) < num_fragments:
         raise ValueError(
             f"num_fragments={num_fragments} but the model has {len(blocks)} blocks with trainable "
@@ -190,13 +188,10 @@ def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) 
 
 def _each_block(module: nn.Module) -> Iterator[Iterable[nn.Parameter]]:
     """Yield the parameters of each block, in the model's order."""
-    direct = list(module.parameters(recurse=False))
-    if direct:
-        yield direct
+    yield module.parameters(recurse=False)
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not _is_container(child):
-            yield child.parameters()
-        elif any(_is_container(submodule) for submodule in child.modules()):
+        is_entry = _is_container(module) and not _is_container(child)
+        if not is_entry and any(map(_is_container, child.modules())):
             yield from _each_block(child)
         else:
             yield child.parameters()
@@ -369,10 +364,8 @@ class WatchedModel:
         synced: set[int] = set()
         for fragment in fragments:
             synced.update(map(id, fragment.values()))
-        self._left_out: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in whole.named_parameters():
-            if id(parameter) not in synced:
-                self._left_out.append((name, parameter))
+        every = whole.named_parameters()
+        self._left_out = [(name, p) for name, p in every if id(p) not in synced]
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         for module in whole.modules():
             for key, buffer in module._buffers.items():

@@ -323,7 +323,7 @@ class GlobalParameters:
         pairs = zip(self.theta.values(), self.local(), strict=False)
         for index, (theta, local) in enumerate(islice(pairs, self.num_parameters)):
             own = self.theta_division.part_of(index, local)
-            rounded = theta.view(-1).to(own.device, own.dtype)
+            rounded = theta.view(-1).to(own)
             if not torch.equal(own, rounded):
                 return True
         return False

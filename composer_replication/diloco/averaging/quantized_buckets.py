@@ -48,8 +48,6 @@ class QuantizedBucket:
 
     def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
         self.values = values
-        self.weights: Sequence[float] = ()
-        self._total = 1.0
         self._groups = groups
         self._rank = rank
         self._format = wire_format
@@ -100,15 +98,12 @@ class QuantizedBucket:
             return manager.all_to_all(received, sent)
         return manager.all_gather(received, sent)
 
-    def start_second(
-        self, manager: DiLoCoManager, weights: Sequence[float], keeps_error: bool
-    ) -> Any:
+    def start_second(self, manager: DiLoCoManager, weights: Sequence[float]) -> Any:
         """Average this group's part and start the second message, once the first has arrived.
 
         Args:
             manager: The manager that ``start_first`` got.
             weights: The contribution of each group.
-            keeps_error: Whether ``finish`` will be asked for the rounding error.
 
         Returns:
             A Work to wait for, or None if there is no second message.
@@ -131,9 +126,9 @@ class QuantizedBucket:
             mean[size:] = 0.0  # it is encoded too
             self._average(parts, mean[:size])
             self._format.encode(mean[: frame.size], own[frame.encoded])
-            # Without a weight here this group is not in the sum: the connections are those of
-            # another quorum, as the peer table says to all.
-            if keeps_error and weights[self._rank]:
+            # Without a weight here this group is not in the sum: it contributes nothing, or the
+            # connections are those of another quorum, as the peer table says to all.
+            if weights[self._rank]:
                 self._decode(own, frame, rounded)
                 torch.sub(mean[:size], rounded[:size], out=exact)
                 exact.mul_(self._total)

@@ -170,7 +170,6 @@ class Exchange:
         self.buckets = buckets
         self.memory = memory
         self._manager = manager
-        self._keeps_error = contribution > 0
         on_host = memory.device.type == "cpu"
         self._stream = None if on_host else torch.accelerator.current_stream()
         self.total = 0.0
@@ -201,7 +200,7 @@ class Exchange:
                     break
                 # All buckets have the same: one wait for an accelerator.
                 weights = weights or bucket.received_weights.tolist()
-                second.append(bucket.start_second(self._manager, weights, self._keeps_error))
+                second.append(bucket.start_second(self._manager, weights))
         # A gloo connection stays open while one of its Works exists. If this group has given up,
         # its peers would wait for its messages until their timeout.
         works.clear()
