@@ -262,7 +262,7 @@ def _by_patterns(
     fragments: list[Parameters] = [{} for _ in entries]
     missing = []
     for name, parameter in parameters.items():
-        index = _first_match((name, as_peft_writes(name)), entries)
+        index = _first_match((name, _ADAPTER.sub(r".\1", name)), entries)
         if index is None:
             missing.append(name)
         else:
@@ -290,11 +290,7 @@ def _first_match(names: Sequence[str], entries: Sequence[Sequence[str]]) -> int 
 
 
 _ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
-
-
-def as_peft_writes(name: str) -> str:
-    """Return the name under which PEFT saves a LoRA parameter: without the adapter's name."""
-    return _ADAPTER.sub(r".\1", name)
+"""What PEFT leaves out of a LoRA parameter's name when it saves it: the name of the adapter."""
 
 
 def listed(names: Sequence[str], limit: int = 6) -> str:

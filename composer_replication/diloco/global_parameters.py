@@ -160,8 +160,8 @@ class GlobalParameters:
             momentum_before = self._own_momentum_norm()
         local = self.local()
         unmixed = self._unmixed(alpha)
-        momentum_squares = Squares(len(self.layout.chunks))
-        for index, chunk in enumerate(self.layout.chunks):
+        momentum_squares = Squares(len(self.theta))
+        for chunk in self.layout.chunks:
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
             if chunk.indices[0] in self.averaged_buffers:
@@ -171,15 +171,14 @@ class GlobalParameters:
             else:
                 momentum = self._lent(self.momentum, chunk.place)
                 take_sgd_step(group, divisor, theta, part, momentum)
-                momentum_squares.add([momentum], [index])
+                momentum_squares.add([momentum], chunk.indices[:1])  # as many ranks hold them all
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
                 chunk.write(theta, local, alpha, unmixed, scratch=part)
         self._await_rest()
-        copies = [self.division.copies[chunk.indices[0]] for chunk in self.layout.chunks]
-        self._momentum_norm = _norm(momentum_squares.by_tensor, copies)
+        self._momentum_norm = _norm(momentum_squares.by_tensor, self.division.copies)
         of_mean = squares / mean.divisor**2
         self._note_norms(of_mean, momentum_before=momentum_before, decay=group["momentum"])
 

@@ -99,7 +99,12 @@ class WeightedMean:
         self.messages = [*to_send.split(division.bucket), weight]
 
     def _write(self, write: Write, contribution: float) -> Tensor:
-        """Write all values, and return the sums of their squares, see ``_sums_of``."""
+        """Write all values, and sum squares.
+
+        Returns:
+            The sums over all values, over all that is sent, and over all parameters, and the number
+            of elements of the parameters that have moved.
+        """
         count = len(self.division.sizes)
         squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
         for chunk in self.layout.chunks_to_pack:
@@ -110,22 +115,14 @@ class WeightedMean:
             self._prepare(chunk.place, values, contribution)
             if not self._is_weighted:
                 squares.add(parts, [count + index for index in chunk.indices])
-        return self._sums_of(squares.by_tensor)
-
-    def _sums_of(self, squares: Tensor) -> Tensor:
-        """Sum squares over all values, all that is sent, and all parameters, and count the elements
-        of parameters that have moved.
-
-        Args:
-            squares: Those of the values by tensor, and then of what is sent if that is another.
-        """
         copies = torch.tensor(self.division.copies, dtype=torch.float64)
-        values = squares[: len(copies)] / copies
-        sent = squares[-len(copies) :] / copies
-        moved = values[: self.layout.num_parameters]
+        of_values = squares.by_tensor[:count] / copies
+        of_sent = squares.by_tensor[-count:] / copies
+        moved = of_values[: self.layout.num_parameters]
         sizes = torch.tensor(self.division.sizes) / copies
         elements = sizes[: len(moved)][moved > 0]
-        return torch.stack([values.sum(), sent.sum(), moved.sum(), elements.sum()])
+        sums = [each.sum() for each in (of_values, of_sent, moved, elements)]
+        return torch.stack(sums)
 
     def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
         """Weight values that are at this place of the rank's share."""
