@@ -95,7 +95,9 @@ The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
 
 
 def give_settings(
-    manager: DiLoCoManager, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
+    manager: DiLoCoManager,
+    synced: Sequence[Mapping[str, Tensor]],
+    fingerprint: Mapping[str, Any],
 ) -> None:
     """Give the manager what has to be equal in all groups, before it connects to them.
 

@@ -56,7 +56,10 @@ class CopiedBuffers:
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(
-        self, manager: DiLoCoManager, device: torch.device, own: Iterable[Tensor]
+        self,
+        manager: DiLoCoManager,
+        device: torch.device,
+        own: Iterable[Tensor],
     ) -> list[Any]:
         """Start the message's allreduce, and return its Work; nothing without buffers.
 

@@ -41,7 +41,11 @@ class Chunk(NamedTuple):
     indices: list[int]
     parts: list[slice | None]
 
-    def pairs(self, tensors: Sequence[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def pairs(
+        self,
+        tensors: Sequence[Tensor],
+        flat: Tensor,
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
         views: list[Tensor] = []
         parts: list[Tensor] = []
@@ -226,7 +230,11 @@ class Squares:
         self._indices: list[int] = []
         self._found: list[Tensor] = []
 
-    def add(self, parts: list[Tensor] | tuple[Tensor, ...], indices: list[int]) -> None:
+    def add(
+        self,
+        parts: list[Tensor] | tuple[Tensor, ...],
+        indices: list[int],
+    ) -> None:
         """Add parts of tensors. It does not wait for an accelerator.
 
         Args:

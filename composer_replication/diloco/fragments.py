@@ -122,7 +122,10 @@ def described_tensors(fragments: Iterable[Mapping[str, Tensor]]) -> dict[str, st
     return described
 
 
-def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, nn.Parameter]]:
+def _trainable(
+    module: nn.Module,
+    also: Collection[str],
+) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():  # tied parameters come once
         if not parameter.requires_grad and name not in also:
             continue
@@ -144,7 +147,11 @@ def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[
         yield name, parameter
 
 
-def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) -> list[Parameters]:
+def cut_at_blocks(
+    model: nn.Module,
+    parameters: Parameters,
+    num_fragments: int,
+) -> list[Parameters]:
     """Cut a model into fragments between its blocks, so that the largest is as small as possible.
 
     A block is an entry of a ``ModuleList`` or ``Sequential``, or a module beside them, such as an
@@ -256,7 +263,8 @@ def _by_modules(parameters: Parameters, modules: Sequence[nn.Module]) -> list[Pa
 
 
 def _by_patterns(
-    parameters: Parameters, patterns: Sequence[str | Sequence[str]]
+    parameters: Parameters,
+    patterns: Sequence[str | Sequence[str]],
 ) -> list[Parameters]:
     entries = [[entry] if isinstance(entry, str) else list(entry) for entry in patterns]
     fragments: list[Parameters] = [{} for _ in entries]

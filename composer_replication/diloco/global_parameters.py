@@ -68,13 +68,8 @@ class GlobalParameters:
         backup_device: torch.device | str | None = None,
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
-        parameters: dict[str, nn.Parameter] = {}
-        buffers: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                parameters[name] = tensor
-            else:
-                buffers[name] = tensor
+        parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        buffers = {name: t for name, t in tensors.items() if name not in parameters}
         self.copied = CopiedBuffers(buffers)
         self.averaged = parameters | self.copied.averaged
         self.num_parameters = len(parameters)
@@ -240,7 +235,11 @@ class GlobalParameters:
     # ---- between the model and flat buffers ------------------------------------------------------
 
     def pack(
-        self, mean: WeightedMean, local: Sequence[Tensor], odd: Collection[int], weight: float
+        self,
+        mean: WeightedMean,
+        local: Sequence[Tensor],
+        odd: Collection[int],
+        weight: float,
     ) -> None:
         """Pack the pseudo-gradient: what the model had after the last sync, minus what it has now.
 
@@ -376,7 +375,10 @@ class GlobalParameters:
         whole = self.theta_division.whole(index, own)
         return whole.view(self.shapes[name])
 
-    def not_finite(self, local: Sequence[Tensor] = ()) -> tuple[set[int], set[int]]:
+    def not_finite(
+        self,
+        local: Sequence[Tensor] = (),
+    ) -> tuple[set[int], set[int]]:
         """The averaged buffers, by index, that are not finite and so have no mean.
 
         It is the same on all ranks of the group: a collective, if there are such buffers.

@@ -27,7 +27,9 @@ def nesterov_sgd(lr: float, momentum: float, nesterov: bool = True) -> OuterOpti
 
 
 def pseudo_gradient(
-    global_parameter: Tensor, local_parameter: Tensor, into: Tensor | None = None
+    global_parameter: Tensor,
+    local_parameter: Tensor,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Global minus local, in the larger of their dtypes. The only place that knows the sign.
 

@@ -46,7 +46,13 @@ class QuantizedBucket:
         memory_bytes: Size of the memory that ``start_first`` needs.
     """
 
-    def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        groups: int,
+        rank: int,
+        wire_format: WireFormat,
+    ) -> None:
         self.values = values
         self._groups = groups
         self._rank = rank
@@ -74,7 +80,12 @@ class QuantizedBucket:
             self._memory_sizes += [groups * encoded, encoded]
         self.memory_bytes = sum(self._memory_sizes)
 
-    def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
+    def start_first(
+        self,
+        manager: DiLoCoManager,
+        contribution: float,
+        memory: Tensor,
+    ) -> Any:
         """Encode the values and start the first message.
 
         Args:

@@ -61,7 +61,13 @@ class WeightedMean:
         self.divisor = 0.0
 
     @torch.no_grad()
-    def pack(self, write: Write, contribution: float, *, asks_ranks: bool = True) -> None:
+    def pack(
+        self,
+        write: Write,
+        contribution: float,
+        *,
+        asks_ranks: bool = True,
+    ) -> None:
         """Build ``messages``.
 
         ``norm`` is then the L2 norm of the values, not finite if one of them is not, and
@@ -193,7 +199,11 @@ class WeightedMean:
             return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
         return ""
 
-    def find_unsound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> set[int]:
+    def find_unsound(
+        self,
+        manager: DiLoCoManager,
+        metrics: Mapping[int, GroupMetrics],
+    ) -> set[int]:
         """Gather the messages of all groups, and find those that are not what their group says.
 
         It gathers one message at a time, so it needs memory for one of each group.
@@ -217,7 +227,11 @@ class WeightedMean:
                 unsound.remove(rank)
         return unsound
 
-    def sum_sound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> None:
+    def sum_sound(
+        self,
+        manager: DiLoCoManager,
+        metrics: Mapping[int, GroupMetrics],
+    ) -> None:
         """Gather the messages again, and sum those of these ranks."""
         *of_values, of_weight = self.messages
         for message in of_values:

@@ -138,7 +138,11 @@ class Fp4(WireFormat):
 
 
 @functools.cache
-def on(device: torch.device, *numbers: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def on(
+    device: torch.device,
+    *numbers: float,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return numbers in a device's memory: 1-D, kept for the next time.
 
     By a Python number a CUDA device multiplies with the reciprocal, which rounds twice: the bits
