@@ -29,7 +29,7 @@ class FloatingFp4(Fp4):
         self._has_blocks = has_blocks
 
     def encode(self, values: Tensor, into: Tensor) -> None:
-        head, scales, codes = self._split(into)
+        head, scales, codes = self._split(into, values.numel())
         blocks = values.view(-1, self._block)
         largest = blocks.abs().amax(1)
         if not self._has_blocks:
@@ -40,7 +40,7 @@ class FloatingFp4(Fp4):
         codes.copy_(high << 4 | low)
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        head, scales, codes = self._split(encoded)
+        head, scales, codes = self._split(encoded, into.numel())
         for half, code in zip(into.view(2, -1), (codes & 15, codes >> 4 & 15), strict=True):
             size = self._levels[(code & 7).int()]
             half.copy_(torch.where(code & 8 > 0, -size, size))

@@ -76,11 +76,10 @@ def own_fragments(
         Division,
         ranks=ranks,
         are_held=are_held,
-        host_ranks=None if ranks is None or are_held else cache(partial(connect_hosts, ranks)),
+        connect=cache(connect_hosts),  # once, for all fragments
     )
-    device = None if backup_device is None else torch.device(backup_device)
     try:
-        return [GlobalParameters(f, outer_optimizer, device, division_of) for f in fragments]
+        return [GlobalParameters(f, outer_optimizer, backup_device, division_of) for f in fragments]
     except torch.OutOfMemoryError as error:
         count = sum(tensor.numel() for tensor in tensors)
         raise ValueError(
@@ -96,7 +95,9 @@ The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
 
 
 def give_settings(
-    manager: DiLoCoManager, synced: Sequence[Mapping[str, Tensor]], fingerprint: Mapping[str, Any]
+    manager: DiLoCoManager,
+    synced: Sequence[Mapping[str, Tensor]],
+    fingerprint: Mapping[str, Any],
 ) -> None:
     """Give the manager what has to be equal in all groups, before it connects to them.
 

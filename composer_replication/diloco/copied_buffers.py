@@ -33,33 +33,41 @@ class CopiedBuffers:
     model without buffers sends no such message.
 
     Args:
-        live: The model's buffers by name, first those that are averaged.
+        buffers: The model's buffers by name.
 
     Attributes:
+        averaged: Those that are averaged, by name.
         live: Those without a mean, by name.
         values: Their global values by name, in host memory, in the dtypes of the model.
     """
 
-    def __init__(self, live: Mapping[str, Tensor]) -> None:
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.averaged: dict[str, Tensor] = {}
         self.live: dict[str, Tensor] = {}
         self.values: dict[str, Tensor] = {}
-        for name, buffer in live.items():
-            if not has_mean(buffer):
+        for name, buffer in buffers.items():
+            if has_mean(buffer):
+                self.averaged[name] = buffer
+            else:
                 self.live[name] = buffer
                 self.values[name] = buffer.detach().to("cpu", copy=True)
-        self._like = [held_tensor(buffer) for buffer in live.values()]
+        every = self.averaged | self.live
+        self._like = {name: held_tensor(buffer) for name, buffer in every.items()}
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(
-        self, manager: DiLoCoManager, device: torch.device, own: Iterable[Tensor]
+        self,
+        manager: DiLoCoManager,
+        device: torch.device,
+        own: Iterable[Tensor],
     ) -> list[Any]:
         """Start the message's allreduce, and return its Work; nothing without buffers.
 
         Args:
             manager: In a quorum.
             device: Where the message is summed.
-            own: This group's buffers, in the order of ``live`` as it was given. All groups may take
-                them over if this group is the first one of the quorum.
+            own: This group's buffers, first those that are averaged. All groups may take them over
+                if this group is the first one of the quorum.
         """
         if not self._like:
             return []
@@ -76,18 +84,16 @@ class CopiedBuffers:
         Returns:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
-        sizes = [buffer.nbytes for buffer in self._like]
+        sizes = [buffer.nbytes for buffer in self._like.values()]
         parts = self._message.cpu().split(sizes)
-        received = []
-        for like, part in zip(self._like, parts, strict=True):
+        received: dict[str, Tensor] = {}
+        for (name, like), part in zip(self._like.items(), parts, strict=True):
             buffer = part.clone().view(like.dtype)
-            received.append(buffer.view(like.shape))
-        num_averaged = len(received) - len(self.values)
-        without_mean = received[num_averaged:]
-        for value, part in zip(self.values.values(), without_mean, strict=True):
-            value.copy_(part)
+            received[name] = buffer.view(like.shape)
+        for name, value in self.values.items():
+            value.copy_(received.pop(name))
         self.write_back()
-        return received[:num_averaged]
+        return [*received.values()]
 
     @torch.no_grad()
     def write_back(self) -> None:

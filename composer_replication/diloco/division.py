@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -58,8 +58,8 @@ class Division:
     """How tensors that lie one after the other are divided among the ranks of a group.
 
     Without other ranks it holds all of them, and nothing is sent. With other ranks ``sum``,
-    ``norms``, ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the
-    group call them in the same order, and get the same result.
+    ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the group call
+    them in the same order, and get the same result.
 
     Each rank averages what it holds with the same rank of the other groups. So the traffic between
     groups does not grow with their ranks. Ranks with shares then gather the result over the fast
@@ -71,13 +71,15 @@ class Division:
         are_held: Whether the ranks hold shards (FSDP2), and not the same tensors. Several ranks may
             hold the same shard, as in a mesh that shards in one dimension and replicates in the
             other (HSDP).
-        host_ranks: Returns a process group of the same ranks, for whole tensors. It is connected
-            at the first call, and not when ``DiLoCo`` is built: a rank can fail before that, for
-            example because the run rejects it, and the others would wait for it.
+        connect: Connects a process group over the same ranks, for whole tensors: when the first one
+            is asked for, and not when ``DiLoCo`` is built. A rank can fail before that, for example
+            because the run rejects it, and the others would wait for it.
 
     Attributes:
+        num_ranks: How many ranks the group has.
         whole_sizes: Elements of each tensor, or of its shard if the ranks hold shards.
-        sizes: How many of these are in this rank's share.
+        parts: Which elements of each tensor are in this rank's share.
+        sizes: How many these are.
         num_shares: The number of shares into which all elements are divided.
         padded: Elements of memory for the whole. All shares are equally large, so the last may have
             padding.
@@ -98,47 +100,45 @@ class Division:
         ranks: ProcessGroup | None = None,
         *,
         are_held: bool = False,
-        host_ranks: Callable[[], ProcessGroup] | None = None,
+        connect: Callable[[ProcessGroup], ProcessGroup] = connect_hosts,
     ) -> None:
         tensors = list(tensors)
         self._ranks = ranks
-        self._host_ranks = host_ranks
-        self._rank = ranks.rank() if ranks is not None else 0
-        size = ranks.size() if ranks is not None else 1
-        self.has_ranks = size > 1
+        self._connect = connect
+        self._rank = 0
+        self.num_ranks = 1
+        if ranks is not None:
+            self._rank = ranks.rank()
+            self.num_ranks = ranks.size()
         self.are_held = are_held
-        counts = [count_shards(tensor) for tensor in tensors]
-        odd = next((count for count in counts if are_held and size % count), None)
-        if odd is not None:
-            raise ValueError(
-                f"a parameter is divided into {odd} shards, and ranks has {size} ranks: "
-                "pass the process group of all ranks of this replica group as ranks"
-            )
-        self.copies = [size // count if are_held else 1 for count in counts]
-        device = tensors[0].device if tensors else "cpu"
+        self._device = tensors[0].device
+        self.copies: list[int] = []
         for tensor in tensors:
+            count = count_shards(tensor) if are_held else self.num_ranks
+            if self.num_ranks % count:
+                raise ValueError(
+                    f"a parameter is divided into {count} shards, and ranks has {self.num_ranks} "
+                    "ranks: pass the process group of all ranks of this replica group as ranks"
+                )
+            self.copies.append(self.num_ranks // count)
             if isinstance(tensor, DTensor):
                 # With FSDP2's CPU offload the shards are on the CPU, and the ranks' backend may not
                 # be able to reduce tensors there.
-                device = tensor.device_mesh.device_type
-                break
-        self._device = torch.device(device)
+                self._device = torch.device(tensor.device_mesh.device_type)
 
         self.bucket = BUCKET
         self.whole_sizes = [held_tensor(tensor).numel() for tensor in tensors]
         self._firsts = [*itertools.accumulate(self.whole_sizes, initial=0)]
         # Shards are one share: each rank has another one, and all of it.
-        self.num_shares = 1 if are_held else size
+        self.num_shares = 1 if are_held else self.num_ranks
+        unit = self.ALIGNMENT if self.num_shares > 1 else 1
+        self._share = -(-self._firsts[-1] // (self.num_shares * unit)) * unit
+        self.padded = self._share * self.num_shares
         place = 0 if are_held else self._rank
-        share = _divided(self._firsts[-1], self.num_shares)
-        if self.num_shares > 1:
-            share = _divided(share, self.ALIGNMENT) * self.ALIGNMENT
-        self._share = share
-        self.padded = share * self.num_shares
-        self.start = place * share
-        self.stop = self.start + share
-        self._parts = [self._part(index, place) for index in range(len(tensors))]
-        self.sizes = [part.stop - part.start for part in self._parts]
+        self.start = place * self._share
+        self.stop = self.start + self._share
+        self.parts = [self._part(index, place) for index in range(len(tensors))]
+        self.sizes = [part.stop - part.start for part in self.parts]
 
     def _part(self, index: int, rank: int) -> slice:
         """The elements of a tensor that are in the share of a rank."""
@@ -149,18 +149,9 @@ class Division:
         end = max(0, min(size, end))
         return slice(begin, end)
 
-    def own(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """This rank's part of each tensor, 1-D: a view, or a copy if the tensor is scattered."""
-        return (self.part_of(index, tensor) for index, tensor in enumerate(tensors))
-
     def part_of(self, index: int, tensor: Tensor) -> Tensor:
-        """This rank's part of one tensor, as ``own`` gives it."""
-        flat = tensor.reshape(-1)
-        return flat if self.num_shares == 1 else flat[self._parts[index]]
-
-    def part_start(self, index: int) -> int:
-        """Where this rank's part of one tensor begins in it."""
-        return self._parts[index].start
+        """This rank's part of one tensor, 1-D: a view, or a copy if the tensor is scattered."""
+        return tensor.reshape(-1)[self.parts[index]]
 
     def sum(self, value: Tensor) -> Tensor:
         """The sum over the ranks of the group."""
@@ -169,11 +160,6 @@ class Division:
         total = value.to(self._device, copy=True)
         torch.distributed.all_reduce(total, group=self._ranks)
         return total
-
-    def norms(self, own: Sequence[float]) -> list[float]:
-        """L2 norms over what all ranks have, given this rank's part of each."""
-        squares = torch.tensor(own, dtype=torch.float64).square()
-        return self.sum(squares).sqrt().tolist()
 
     @torch.no_grad()
     def level(self, tensors: Iterable[Tensor]) -> None:
@@ -201,17 +187,16 @@ class Division:
             bucket.copy_(gathered.view(bucket.shape))
 
     def whole(self, index: int, own: Tensor) -> Tensor:
-        """Gather all shares of one tensor, 1-D, given this rank's. One share is returned as it is.
+        """Gather all shares of one tensor, 1-D, given this rank's.
 
         Raises:
             RuntimeError: The other ranks did not call it, within ``TIMEOUT``.
         """
-        if self._host_ranks is None or self.num_shares == 1:
-            return own
+        assert self._ranks is not None, "they share the tensor"
         whole = own.new_empty(self.whole_sizes[index], device="cpu")
-        whole[self._parts[index]] = own
+        whole[self.parts[index]] = own
         try:
-            group = self._host_ranks()
+            group = self._connect(self._ranks)
             for rank in range(self.num_shares):
                 part = whole[self._part(index, rank)]
                 if part.numel():
@@ -233,14 +218,6 @@ class Division:
         """
         if not self.are_held:
             return own
-        assert self._ranks is not None, "shards have ranks"
-        digest = torch.frombuffer(bytearray.fromhex(own), dtype=torch.uint8)
-        table = torch.zeros(self._ranks.size(), digest.numel(), dtype=torch.uint8)
-        table[self._rank] = digest  # the others add zeros
-        digests = self.sum(table).cpu()
-        return hashlib.sha256(digests.numpy().data).hexdigest()
-
-
-def _divided(count: int, by: int) -> int:
-    """Divide, and round up."""
-    return -(-count // by)
+        digests = [own] * self.num_ranks
+        torch.distributed.all_gather_object(digests, own, group=self._ranks)
+        return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()

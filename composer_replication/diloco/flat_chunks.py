@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -25,50 +26,31 @@ LAST_SCRATCH = 2**22
 ALIGNMENT = 16
 
 
-class Pieces(NamedTuple):
-    """The parts of tensors that lie one after the other in a slice of a flat buffer.
+class Chunk(NamedTuple):
+    """A slice of a flat buffer, and the parts of tensors that lie in it one after the other.
 
     Attributes:
         place: The slice.
         sizes: Elements of each part.
-        parts: The index of its tensor, and which elements of it, as a slice; None for all of it.
+        indices: The index of its tensor.
+        parts: Which elements of that tensor it is, as a slice; None for all of them.
     """
 
     place: slice
     sizes: list[int]
-    parts: list[tuple[int, slice | None]]
+    indices: list[int]
+    parts: list[slice | None]
 
-    @property
-    def indices(self) -> list[int]:
-        """The index of each part's tensor."""
-        return [index for index, _ in self.parts]
-
-
-class Chunk(NamedTuple):
-    """Adjacent elements of flat buffers for which a sync does the same.
-
-    Attributes:
-        pieces: The tensors in it.
-        dtype: That of these tensors in the model.
-        copies: How many ranks of the group hold the same elements.
-        is_parameter: Whether they are parameters, and not buffers.
-    """
-
-    pieces: Pieces
-    dtype: torch.dtype
-    copies: int
-    is_parameter: bool
-
-    @property
-    def place(self) -> slice:
-        return self.pieces.place
-
-    def pairs(self, tensors: Sequence[Tensor], flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def pairs(
+        self,
+        tensors: Sequence[Tensor],
+        flat: Tensor,
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
         views: list[Tensor] = []
         parts: list[Tensor] = []
-        slices = flat.split(self.pieces.sizes)
-        for (index, elements), view in zip(self.pieces.parts, slices, strict=True):
+        slices = flat.split(self.sizes)
+        for index, elements, view in zip(self.indices, self.parts, slices, strict=True):
             part = _part_of(tensors[index], elements)
             parts.append(part)
             views.append(view.view(part.shape) if part.dim() > 1 else view)
@@ -106,7 +88,7 @@ class Chunk(NamedTuple):
             self.read(tensors, mixed)
             torch.lerp(values, mixed, alpha, out=mixed)
             of_mixed, _ = self.pairs(tensors, mixed)
-            for number, index in enumerate(self.pieces.indices):
+            for number, index in enumerate(self.indices):
                 if index not in unmixed:
                     views[number] = of_mixed[number]
         # Ordered by the stream: a non-blocking copy to a CPU could be read before it has arrived.
@@ -135,18 +117,17 @@ class Layout:
     chunk's arithmetic, so there it goes over all at once, unless it needs scratch memory for all.
 
     Args:
-        division: What this rank has of the tensors.
+        division: Which part of the tensors the buffers have.
         tensors: The model's tensors on this rank.
         num_parameters: How many of them, from the first on, are parameters; None for all. The
             others are buffers.
-        whole: Whether the buffers have the shares of all ranks, and not this rank's alone.
-        rests_elsewhere: Whether global parameters come from host memory to the accelerator.
+        needs_scratch: Whether what is in the buffers is copied to the accelerator or inside it.
 
     Attributes:
-        sizes: Elements of each tensor in a flat buffer.
-        are_parameters: Which of them are parameters: 1-D bool.
-        chunks: All elements, in order.
+        chunks: All elements, in order. In a chunk all tensors are parameters, or all are buffers;
+            they have one dtype, and as many ranks hold them.
         chunks_to_pack: The same in smaller parts, if numbers are rounded to pack them.
+        chunk: Returns the chunk from one element to another, without the padding behind all.
     """
 
     def __init__(
@@ -154,28 +135,24 @@ class Layout:
         division: Division,
         tensors: Sequence[Tensor],
         num_parameters: int | None = None,
-        *,
-        whole: bool = False,
-        rests_elsewhere: bool = False,
+        needs_scratch: bool = False,
     ) -> None:
         self.division = division
-        self.sizes = division.whole_sizes if whole else division.sizes
-        self._is_cut = not whole and division.num_shares > 1
-        self._firsts = [*itertools.accumulate(self.sizes, initial=0)]
-        count = len(tensors) if num_parameters is None else num_parameters
+        self.num_parameters = len(tensors) if num_parameters is None else num_parameters
+        self._firsts = [*itertools.accumulate(division.sizes, initial=0)]
         self._kinds = []
         self._rows = []
         for index, tensor in enumerate(tensors):
-            self._kinds.append((tensor.dtype, division.copies[index], index < count))
-            row = 1 if self._is_cut else math.prod(tensor.shape[1:])
+            is_parameter = index < self.num_parameters
+            self._kinds.append((tensor.dtype, division.copies[index], is_parameter))
+            row = math.prod(tensor.shape[1:]) if division.num_shares == 1 else 1
             self._rows.append(row)
-        self.are_parameters = torch.arange(len(tensors)) < count
-        self._pieces: dict[tuple[int, int], Pieces] = {}
-        self._limit = _limit(tensors, whole or rests_elsewhere)
-        self.chunks = self._cut(lambda start: self._limit)
+        self.chunk = functools.cache(self._chunk)
+        limit = _limit(tensors, needs_scratch)
+        self.chunks = self._cut(lambda start: limit)
         self.chunks_to_pack = self.chunks
-        has_low = any(chunk.dtype != torch.float32 for chunk in self.chunks)
-        if has_low and self._limit >= self.num_elements:
+        has_low = any(tensor.dtype != torch.float32 for tensor in tensors)
+        if has_low and limit >= self.num_elements:
             self.chunks_to_pack = self._cut(self._most_to_pack)
 
     @property
@@ -195,16 +172,15 @@ class Layout:
 
     def _cut(self, most: Callable[[int], int]) -> list[Chunk]:
         chunks = []
-        indices = [index for index, size in enumerate(self.sizes) if size]
-        for kind, group in itertools.groupby(indices, self._kinds.__getitem__):
+        indices = [index for index, size in enumerate(self.division.sizes) if size]
+        for _, group in itertools.groupby(indices, self._kinds.__getitem__):
             members = [*group]
             start = self._firsts[members[0]]
             end = self._firsts[members[-1] + 1]
             while start < end:
                 stop = start + most(start)
                 stop = self._end_of(start, stop) if stop < end else end
-                pieces = self.pieces(slice(start, stop))
-                chunks.append(Chunk(pieces, *kind))
+                chunks.append(self._chunk(start, stop))
                 start = stop
         return chunks
 
@@ -215,43 +191,27 @@ class Layout:
         end = stop - (stop - self._firsts[index]) % row
         return end if end > start else end + row
 
-    def pieces(self, place: slice) -> Pieces:
-        """Return which parts of tensors are in a slice of a flat buffer; without its padding."""
-        key = place.start, place.stop
-        if key not in self._pieces:
-            self._pieces[key] = self._find_pieces(place)
-        return self._pieces[key]
-
-    def _find_pieces(self, place: slice) -> Pieces:
-        sizes: list[int] = []
-        parts: list[tuple[int, slice | None]] = []
-        begin = max(0, bisect_right(self._firsts, place.start) - 1)
-        for index in range(begin, len(self.sizes)):
-            first = self._firsts[index]
-            if first >= place.stop:
-                break
-            start = max(0, place.start - first)
-            stop = min(self.sizes[index], place.stop - first)
-            if start < stop:
-                sizes.append(stop - start)
-                parts.append((index, self._elements(index, start, stop)))
-        end = min(place.stop, self.num_elements)
-        return Pieces(slice(place.start, end), sizes, parts)
-
-    def _elements(self, index: int, start: int, stop: int) -> slice | None:
-        """Which elements of a tensor are at these of its part in a flat buffer; None: all of it."""
-        if self._is_cut:
-            begin = self.division.part_start(index)
-            return slice(begin + start, begin + stop)
-        if stop - start == self.sizes[index]:
-            return None
-        return slice(start, stop)
+    def _chunk(self, start: int, stop: int) -> Chunk:
+        stop = min(stop, self.num_elements)
+        chunk = Chunk(slice(start, stop), [], [], [])
+        first = bisect_right(self._firsts, start) - 1
+        for index in range(first, bisect_left(self._firsts, stop)):
+            own = self.division.parts[index]
+            begin = own.start + max(0, start - self._firsts[index])
+            end = min(own.stop, own.start + stop - self._firsts[index])
+            if begin == end:
+                continue
+            is_whole = end - begin == self.division.whole_sizes[index]
+            chunk.sizes.append(end - begin)
+            chunk.indices.append(index)
+            chunk.parts.append(None if is_whole else slice(begin, end))
+        return chunk
 
 
-def _limit(tensors: Sequence[Tensor], in_parts: bool) -> int:
+def _limit(tensors: Sequence[Tensor], needs_scratch: bool) -> int:
     if not tensors or tensors[0].device.type == "cpu":
         return CHUNK
-    if not in_parts:
+    if not needs_scratch:
         return max(1, sum(tensor.numel() for tensor in tensors))
     low = [tensor.element_size() for tensor in tensors if tensor.dtype != torch.float32]
     num_bytes = 4 + max(low, default=0)
@@ -269,34 +229,35 @@ class Squares:
         self._count = count
         self._indices: list[int] = []
         self._found: list[Tensor] = []
-        self._total: Tensor | None = None
 
-    def add(self, parts: list[Tensor] | tuple[Tensor, ...], indices: list[int]) -> None:
+    def add(
+        self,
+        parts: list[Tensor] | tuple[Tensor, ...],
+        indices: list[int],
+    ) -> None:
         """Add parts of tensors. It does not wait for an accelerator.
 
         Args:
             parts: 1-D fp32, on one device.
             indices: The tensor of each part.
         """
-        self._total = None
         self._indices += indices
         if parts and parts[0].device.type != "cpu":
             self._found += _foreach_norm(parts)
         else:
             self._found += (torch.dot(part, part) for part in parts)  # in half the time of a norm
 
+    @functools.cached_property
     def by_tensor(self) -> Tensor:
-        """Return them: 1-D float64 on the CPU. The first call waits for an accelerator."""
-        if self._total is not None:
-            return self._total
-        self._total = torch.zeros(self._count, dtype=torch.float64)
+        """All that was added: 1-D float64 on the CPU. The first look waits for an accelerator."""
+        total = torch.zeros(self._count, dtype=torch.float64)
         if self._found:
             found = torch.stack(self._found)
             here = found.to("cpu", torch.float64)
             if found.device.type != "cpu":  # there ``add`` has taken norms
                 here = here.square_()
-            self._total.index_add_(0, torch.tensor(self._indices), here)
-        return self._total
+            total.index_add_(0, torch.tensor(self._indices), here)
+        return total
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -164,13 +164,7 @@ class FragmentSync:
         self._usual_pace = usual_pace
         self._settings = settings
         self.device = global_parameters.device
-        self.mean = make_mean(
-            global_parameters.layout,
-            self.device,
-            # With shares theta is gathered instead, after it has moved.
-            not global_parameters.is_shared,
-            settings.wire_format,
-        )
+        self.mean = make_mean(global_parameters.layout, self.device, settings.wire_format)
         # Messages travel beside training, as torchft's do.
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []

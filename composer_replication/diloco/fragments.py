@@ -47,28 +47,26 @@ def split_model(
         ValueError: A parameter is in no fragment or in two, or a fragment is empty. The message
             names it.
     """
-    modules = [] if isinstance(model_fragments, nn.Module) else list(model_fragments)
-    is_split = not isinstance(model_fragments, nn.Module)
-    if is_split and not modules:
-        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
-    if is_split and (fragment_patterns is not None or num_fragments not in (1, len(modules))):
-        raise ValueError(
-            f"model_fragments has {len(modules)} modules and is a split already: "
-            "leave num_fragments and fragment_patterns out"
-        )
     model = whole_model(model_fragments)
+    if not isinstance(model_fragments, nn.Module) and not model_fragments:
+        raise ValueError("model_fragments=[]: pass the model, or one module per fragment")
     parameters = dict(_trainable(model, also_synced))
     if not parameters:
         raise ValueError(
             "the model has no trainable parameter: set requires_grad=True on those to train"
         )
-    if is_split:
-        return _by_modules(parameters, modules)
-    if fragment_patterns is not None:
-        return _by_patterns(parameters, fragment_patterns)
-    if num_fragments == 1:
-        return [parameters]
-    return cut_at_blocks(model, parameters, num_fragments)
+    if isinstance(model_fragments, nn.Module):
+        if fragment_patterns is not None:
+            return _by_patterns(parameters, fragment_patterns)
+        if num_fragments == 1:
+            return [parameters]
+        return cut_at_blocks(model, parameters, num_fragments)
+    if fragment_patterns is not None or num_fragments not in (1, len(model_fragments)):
+        raise ValueError(
+            f"model_fragments has {len(model_fragments)} modules and is a split already: "
+            "leave num_fragments and fragment_patterns out"
+        )
+    return _by_modules(parameters, model_fragments)
 
 
 def whole_model(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:
@@ -92,11 +90,10 @@ def synced_tensors(
     """
     fragments = split_model(model, settings.num_fragments, settings.fragment_patterns, also_synced)
     synced: list[dict[str, Tensor]] = [{**parameters} for parameters in fragments]
-    if settings.sync_buffers == "none":
-        return synced
-    for name, buffer in persistent_buffers(whole_model(model)).items():
-        index = 0 if isinstance(model, nn.Module) else _index_in(name)
-        synced[index][name] = buffer
+    if settings.sync_buffers == "mean":
+        for name, buffer in persistent_buffers(whole_model(model)).items():
+            index = 0 if isinstance(model, nn.Module) else _index_in(name)
+            synced[index][name] = buffer
     return synced
 
 
@@ -125,7 +122,10 @@ def described_tensors(fragments: Iterable[Mapping[str, Tensor]]) -> dict[str, st
     return described
 
 
-def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[str, nn.Parameter]]:
+def _trainable(
+    module: nn.Module,
+    also: Collection[str],
+) -> Iterator[tuple[str, nn.Parameter]]:
     for name, parameter in module.named_parameters():  # tied parameters come once
         if not parameter.requires_grad and name not in also:
             continue
@@ -133,6 +133,11 @@ def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[
             raise ValueError(
                 f"parameter {name} has dtype {parameter.dtype}, which is not averaged over groups: "
                 "freeze it (requires_grad=False)"
+            )
+        if parameter.dtype == torch.float64:
+            raise ValueError(
+                f"parameter {name} is float64, and groups average in float32: convert the model "
+                "with model.float(), before its optimizer is built"
             )
         if is_lazy(parameter) or parameter.is_meta:
             raise ValueError(
@@ -142,7 +147,11 @@ def _trainable(module: nn.Module, also: Collection[str] = ()) -> Iterator[tuple[
         yield name, parameter
 
 
-def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) -> list[Parameters]:
+def cut_at_blocks(
+    model: nn.Module,
+    parameters: Parameters,
+    num_fragments: int,
+) -> list[Parameters]:
     """Cut a model into fragments between its blocks, so that the largest is as small as possible.
 
     A block is an entry of a ``ModuleList`` or ``Sequential``, or a module beside them, such as an
@@ -165,13 +174,11 @@ def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) 
         ValueError: The model has fewer blocks with such parameters.
     """
     names = {id(p): name for name, p in parameters.items()}
-    taken: set[int] = set()
     blocks: list[list[str]] = []
     for block in _each_block(model):
-        own = [each for each in map(id, block) if each in names and each not in taken]
-        taken.update(own)
+        own = [names.pop(id(p)) for p in block if id(p) in names]  # tied ones once
         if own:
-            blocks.append([names[each] for each in own])
+            blocks.append(own)
     if len(blocks) < num_fragments:
         raise ValueError(
             f"num_fragments={num_fragments} but the model has {len(blocks)} blocks with trainable "
@@ -188,13 +195,10 @@ def cut_at_blocks(model: nn.Module, parameters: Parameters, num_fragments: int) 
 
 def _each_block(module: nn.Module) -> Iterator[Iterable[nn.Parameter]]:
     """Yield the parameters of each block, in the model's order."""
-    direct = list(module.parameters(recurse=False))
-    if direct:
-        yield direct
+    yield module.parameters(recurse=False)
     for child in module.children():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not _is_container(child):
-            yield child.parameters()
-        elif any(_is_container(submodule) for submodule in child.modules()):
+        is_entry = _is_container(module) and not _is_container(child)
+        if not is_entry and any(map(_is_container, child.modules())):
             yield from _each_block(child)
         else:
             yield child.parameters()
@@ -259,13 +263,14 @@ def _by_modules(parameters: Parameters, modules: Sequence[nn.Module]) -> list[Pa
 
 
 def _by_patterns(
-    parameters: Parameters, patterns: Sequence[str | Sequence[str]]
+    parameters: Parameters,
+    patterns: Sequence[str | Sequence[str]],
 ) -> list[Parameters]:
     entries = [[entry] if isinstance(entry, str) else list(entry) for entry in patterns]
     fragments: list[Parameters] = [{} for _ in entries]
     missing = []
     for name, parameter in parameters.items():
-        index = _first_match((name, as_peft_writes(name)), entries)
+        index = _first_match((name, _ADAPTER.sub(r".\1", name)), entries)
         if index is None:
             missing.append(name)
         else:
@@ -293,11 +298,7 @@ def _first_match(names: Sequence[str], entries: Sequence[Sequence[str]]) -> int 
 
 
 _ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
-
-
-def as_peft_writes(name: str) -> str:
-    """Return the name under which PEFT saves a LoRA parameter: without the adapter's name."""
-    return _ADAPTER.sub(r".\1", name)
+"""What PEFT leaves out of a LoRA parameter's name when it saves it: the name of the adapter."""
 
 
 def listed(names: Sequence[str], limit: int = 6) -> str:
@@ -317,14 +318,7 @@ def check_trained_by(
     Raises:
         ValueError: The parameters differ. The message names them.
     """
-    trained: dict[int, str] = {}
-    for number, optimizer in enumerate(optimizers):
-        which = f"[{number}]." if len(optimizers) > 1 else ""
-        for group, contents in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(contents["params"]):
-                if parameter.requires_grad:
-                    place = f"{which}param_groups[{group}]['params'][{index}]"
-                    trained[id(parameter)] = f"{place}, shape {tuple(parameter.shape)}"
+    trained = _trained_by(optimizers)
     synced: dict[int, str] = {}
     for fragment in fragments:
         for name, tensor in fragment.items():
@@ -344,6 +338,19 @@ def check_trained_by(
         )
 
 
+def _trained_by(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, str]:
+    """Where optimizers have the parameters that they train, by the parameter's id."""
+    trained: dict[int, str] = {}
+    for number, optimizer in enumerate(optimizers):
+        which = f"[{number}]." if len(optimizers) > 1 else ""
+        for group, contents in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(contents["params"]):
+                if parameter.requires_grad:
+                    place = f"{which}param_groups[{group}]['params'][{index}]"
+                    trained[id(parameter)] = f"{place}, shape {tuple(parameter.shape)}"
+    return trained
+
+
 class WatchedModel:
     """Watches a model for changes that no sync would reach.
 
@@ -361,10 +368,8 @@ class WatchedModel:
         synced: set[int] = set()
         for fragment in fragments:
             synced.update(map(id, fragment.values()))
-        self._left_out: list[tuple[str, nn.Parameter]] = []
-        for name, parameter in whole.named_parameters():
-            if id(parameter) not in synced:
-                self._left_out.append((name, parameter))
+        every = whole.named_parameters()
+        self._left_out = [(name, p) for name, p in every if id(p) not in synced]
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         for module in whole.modules():
             for key, buffer in module._buffers.items():
@@ -390,14 +395,9 @@ class WatchedModel:
             ValueError: A parameter was frozen when the fragments were made, and is trained now: it
                 would never be synchronised.
         """
-        thawed = {id(p): name for name, p in self._left_out if p.requires_grad}
-        if not thawed:
-            return
-        trained: set[int] = set()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                trained.update(map(id, group["params"]))
-        names = [name for identity, name in thawed.items() if identity in trained]
+        thawed = [(name, p) for name, p in self._left_out if p.requires_grad]
+        trained = _trained_by(optimizers) if thawed else {}
+        names = [name for name, p in thawed if id(p) in trained]
         if names:
             raise ValueError(
                 f"frozen when training began, and trained now: {listed(names)}. No sync has them. "

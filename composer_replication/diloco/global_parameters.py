@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_replication.diloco.averaging.flat_buffer import resting_memory
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
+from composer_replication.diloco.copied_buffers import CopiedBuffers
 from composer_replication.diloco.division import Division, held_tensor
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import (
     OuterOptimizer,
-    SGDStep,
     is_plain_sgd,
     pseudo_gradient,
+    take_sgd_step,
 )
 
 
@@ -58,61 +57,44 @@ class GlobalParameters:
         flat: All that it holds, 1-D fp32, one tensor after the other. ``theta`` has the views.
 
     Raises:
-        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, a parameter
-            is float64, or see ``Division``.
+        ValueError: ``outer_optimizer`` gave no optimizer over exactly these parameters, or see
+            ``Division``.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, Tensor],
         outer_optimizer: OuterOptimizer,
-        backup_device: torch.device | None = None,
+        backup_device: torch.device | str | None = None,
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
-        parameters: dict[str, nn.Parameter] = {}
-        averaged: dict[str, Tensor] = {}
-        others: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, nn.Parameter):
-                parameters[name] = tensor
-            elif has_mean(tensor):
-                averaged[name] = tensor
-            else:
-                others[name] = tensor
-        _check_dtypes(parameters)
-        self.averaged = parameters | averaged
-        self.copied = CopiedBuffers(averaged | others)
+        parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        buffers = {name: t for name, t in tensors.items() if name not in parameters}
+        self.copied = CopiedBuffers(buffers)
+        self.averaged = parameters | self.copied.averaged
         self.num_parameters = len(parameters)
         self.averaged_buffers = range(len(parameters), len(self.averaged))
-        held = {name: held_tensor(tensor) for name, tensor in self.averaged.items()}
-        self.shapes = {name: tensor.shape for name, tensor in held.items()}
-        self.device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
-        resting = backup_device or self.device
+        held = [held_tensor(tensor) for tensor in self.averaged.values()]
+        self.shapes = {name: t.shape for name, t in zip(self.averaged, held, strict=True)}
+        self.device = held[0].device
+        resting = torch.device(backup_device or self.device)
         rests_elsewhere = resting.type != self.device.type
         self.division = division_of(self.averaged.values())
         self.theta_division = self.division
-        # An optimizer that reads whole tensors, such as LAMB, would take other steps on shares.
-        if self.division.num_shares > 1 and not _is_elementwise(outer_optimizer, parameters):
-            self.theta_division = Division(held.values())
-        make_layout = functools.partial(
-            Layout,
-            self.division,
-            [*held.values()],
-            len(parameters),
-            rests_elsewhere=rests_elsewhere,
-        )
-        self.layout = make_layout()
+        self.layout = Layout(self.division, held, len(parameters), rests_elsewhere)
         self._whole_layout = self.layout
         if self.division.num_shares > 1:
-            self._whole_layout = make_layout(whole=True)
+            alone = Division(held)
+            self._whole_layout = Layout(alone, held, len(parameters), True)
+            like = [nn.Parameter(torch.empty_like(t, device="meta")) for t in parameters.values()]
+            # One that reads whole tensors, such as LAMB, would take other steps on shares.
+            if not is_plain_sgd(outer_optimizer(like)):
+                self.theta_division = alone
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
-        self.flat = resting_memory(sum(self.theta_division.sizes), resting, rests_elsewhere)
-        self.theta: dict[str, nn.Parameter] = {}
-        parts = self.theta_division.own(held.values())
-        with torch.no_grad():
-            for name, view, part in zip(held, self.views(self.flat), parts, strict=True):
-                view.copy_(part.view(view.shape))
-                self.theta[name] = nn.Parameter(view)
+        # Pinned, copies run beside the accelerator's kernels; torch takes the next power of two.
+        size = sum(self.theta_division.sizes)
+        self.flat = torch.zeros(size, device=resting, pin_memory=rests_elsewhere)
+        self.theta = self._theta_of(held)
         self._momentum_norm: float | None = None
         """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
@@ -122,6 +104,16 @@ class GlobalParameters:
         _check_is_over(self.optimizer, owned)
         if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
             self._keep_momentum()  # now: what does not fit into memory is to fail at the start
+
+    @torch.no_grad()
+    def _theta_of(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
+        """Copy what this rank holds of the model into ``flat``, and return the views of that."""
+        theta: dict[str, nn.Parameter] = {}
+        views = self.views(self.flat)
+        for index, (name, view) in enumerate(zip(self.averaged, views, strict=True)):
+            part = self.theta_division.part_of(index, held[index])
+            theta[name] = nn.Parameter(view.copy_(part.view(view.shape)))
+        return theta
 
     # ---- the outer step --------------------------------------------------------------------------
 
@@ -144,51 +136,54 @@ class GlobalParameters:
             self._step(mean)
             self._write(self.flat, alpha)
         if self.is_shared:
-            self._write(self._gather(mean), alpha)
+            # All of each tensor, in the memory of a mean that is no longer needed.
+            mean.sums.copy_(self.flat)
+            self.division.gather(mean.flat)
+            self._write(mean.flat, alpha)
 
     def _descend(self, mean: WeightedMean, alpha: float) -> None:
         """Take the outer step of torch's SGD in chunks, and write back each that is whole."""
         sums = mean.sums
         squares = mean.squares()  # before the step overwrites the sums
         unmoved = self._unmoved(squares, sums)
-        step = SGDStep(self.optimizer, mean.divisor, self.device)
+        (group,) = self.optimizer.param_groups
+        divisor = torch.full((), mean.divisor, device=self.device)
         momentum_before = 0.0
-        if step.momentum:
+        if group["momentum"]:
             self._keep_momentum(unmoved)
             # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
             momentum_before = self._own_momentum_norm()
         local = self.local()
         unmixed = self._unmixed(alpha)
-        momentum_squares = Squares(len(self.layout.chunks))
-        for index, chunk in enumerate(self.layout.chunks):
+        momentum_squares = Squares(len(self.theta))
+        for chunk in self.layout.chunks:
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
-            if not chunk.is_parameter:
+            if chunk.indices[0] in self.averaged_buffers:
                 theta.sub_(part.div_(mean.divisor))
-            elif not step.momentum:
-                step.move(theta, part)
+            elif not group["momentum"]:
+                take_sgd_step(group, divisor, theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
-                step.move(theta, part, momentum)
-                momentum_squares.add([momentum], [index])
+                take_sgd_step(group, divisor, theta, part, momentum)
+                momentum_squares.add([momentum], chunk.indices[:1])  # as many ranks hold them all
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
                 chunk.write(theta, local, alpha, unmixed, scratch=part)
         self._await_rest()
-        copies = [chunk.copies for chunk in self.layout.chunks]
-        self._momentum_norm = _norm(momentum_squares.by_tensor(), copies)
+        self._momentum_norm = _norm(momentum_squares.by_tensor, self.division.copies)
         of_mean = squares / mean.divisor**2
-        self._note_norms(of_mean, momentum_before=momentum_before, decay=step.momentum)
+        self._note_norms(of_mean, momentum_before=momentum_before, decay=group["momentum"])
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
-        deltas = mean.unpack()
+        deltas = self.unpack(mean)
         squares = Squares(len(self.theta))
         parts = deltas.split(self.theta_division.sizes)
         squares.add(parts, [*range(len(parts))])
-        unmoved = self._unmoved(squares.by_tensor(), deltas)
+        unmoved = self._unmoved(squares.by_tensor, deltas)
         parameters = [*self.theta.values()]
         deltas = self.views(deltas.to(self.flat.device))
         for index in range(self.num_parameters):
@@ -201,7 +196,7 @@ class GlobalParameters:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._momentum_norm = None
-        self._note_norms(squares.by_tensor())
+        self._note_norms(squares.by_tensor)
 
     def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
@@ -216,8 +211,8 @@ class GlobalParameters:
     def _note_norms(self, squares: Tensor, **more: float) -> None:
         copies = self.theta_division.copies
         mean = _norm(squares, copies)
-        of_parameters = squares.where(self.layout.are_parameters, 0.0)
-        self._step_norms = StepNorms(mean, _norm(of_parameters, copies), **more)
+        moved = _norm(squares[: self.num_parameters], copies[: self.num_parameters])
+        self._step_norms = StepNorms(mean, moved, **more)
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
@@ -240,7 +235,11 @@ class GlobalParameters:
     # ---- between the model and flat buffers ------------------------------------------------------
 
     def pack(
-        self, mean: WeightedMean, local: Sequence[Tensor], odd: Collection[int], weight: float
+        self,
+        mean: WeightedMean,
+        local: Sequence[Tensor],
+        odd: Collection[int],
+        weight: float,
     ) -> None:
         """Pack the pseudo-gradient: what the model had after the last sync, minus what it has now.
 
@@ -261,18 +260,19 @@ class GlobalParameters:
         def write(chunk: Chunk, into: Tensor) -> None:
             values = into[chunk.place]
             theta = self._lent(own, chunk.place)
-            if chunk.dtype != torch.float32:
-                theta = _rounded(theta, chunk.dtype, into[chunk.place.stop :])
+            dtype = local[chunk.indices[0]].dtype
+            if dtype != torch.float32:
+                theta = _rounded(theta, dtype, into[chunk.place.stop :])
             views, parts = chunk.pairs(local, values)
-            if values.device.type == "cpu" and chunk.dtype == torch.float32:
+            if values.device.type == "cpu" and dtype == torch.float32:
                 # A pass over memory less than where they are gathered first.
-                of_theta = theta.split(chunk.pieces.sizes)
+                of_theta = theta.split(chunk.sizes)
                 for own_part, part, view in zip(of_theta, parts, views, strict=True):
                     pseudo_gradient(own_part.view(view.shape), part, view)
             else:
                 chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
-            for index, view in zip(chunk.pieces.indices, views, strict=True):
+            for index, view in zip(chunk.indices, views, strict=True):
                 if index in odd:
                     view.zero_()
 
@@ -307,20 +307,21 @@ class GlobalParameters:
         odd_globally, odd_here = self.not_finite(self.local())
         return odd_globally.union(odd_here, self.frozen())
 
-    def _gather(self, mean: WeightedMean) -> Tensor:
-        """Gather all of each tensor, in the memory of a mean that is no longer needed."""
-        start = self.division.start
-        mean.flat[start : start + self.flat.numel()] = self.flat
+    def unpack(self, mean: WeightedMean) -> Tensor:
+        """Return a mean like ``flat``, in its own memory. Call it once, on all ranks."""
+        own = mean.unpack()
+        if self.theta_division is self.division:
+            return own
         self.division.gather(mean.flat)
-        return mean.flat
+        return mean.flat[: self.flat.numel()]
 
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        parts = self.theta_division.own(self.local())
-        pairs = zip(self.theta.values(), parts, strict=False)
-        for theta, own in islice(pairs, self.num_parameters):
-            rounded = theta.view(-1).to(own.device, own.dtype)
+        pairs = zip(self.theta.values(), self.local(), strict=False)
+        for index, (theta, local) in enumerate(islice(pairs, self.num_parameters)):
+            own = self.theta_division.part_of(index, local)
+            rounded = theta.view(-1).to(own)
             if not torch.equal(own, rounded):
                 return True
         return False
@@ -348,16 +349,13 @@ class GlobalParameters:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
-        return (
-            list(flat.split(self.theta_division.sizes))
-            if self.is_shared
-            else self.whole_views(flat)
-        )
+        if self.is_shared:
+            return [*flat.split(self.theta_division.sizes)]
+        return self.whole_views(flat)
 
     def whole_views(self, flat: Tensor) -> list[Tensor]:
-        """Each tensor in a buffer that has the shares of all ranks, in its shape."""
-        sizes = self.division.whole_sizes
-        parts = flat[: sum(sizes)].split(sizes)
+        """Each tensor in a buffer that has all of them, in its shape."""
+        parts = flat.split(self.division.whole_sizes)
         pairs = zip(parts, self.shapes.values(), strict=True)
         return [part.view(shape) for part, shape in pairs]
 
@@ -377,7 +375,10 @@ class GlobalParameters:
         whole = self.theta_division.whole(index, own)
         return whole.view(self.shapes[name])
 
-    def not_finite(self, local: Sequence[Tensor] = ()) -> tuple[set[int], set[int]]:
+    def not_finite(
+        self,
+        local: Sequence[Tensor] = (),
+    ) -> tuple[set[int], set[int]]:
         """The averaged buffers, by index, that are not finite and so have no mean.
 
         It is the same on all ranks of the group: a collective, if there are such buffers.
@@ -421,16 +422,16 @@ class GlobalParameters:
 
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
-        own = torch.tensor([*values, 1.0], dtype=torch.float64)
-        *totals, count = self.division.sum(own).tolist()
-        return [total / count for total in totals]
+        totals = self.division.sum(torch.tensor(values, dtype=torch.float64))
+        return (totals / self.division.num_ranks).tolist()
 
     # ---- the outer optimizer's state -------------------------------------------------------------
 
     @functools.cached_property
     def momentum(self) -> Tensor:
         """The outer momentum of all tensors, like ``flat``."""
-        return resting_memory(self.flat.numel(), self.flat.device, self.flat.is_pinned())
+        is_pinned = self.flat.is_pinned()
+        return torch.zeros(self.flat.shape, device=self.flat.device, pin_memory=is_pinned)
 
     @property
     def momenta(self) -> list[Tensor]:
@@ -448,9 +449,8 @@ class GlobalParameters:
         """
         parameters = [*self.theta.values()][: self.num_parameters]
         momenta = self.momenta
-        if any(theta not in self.optimizer.state for theta in parameters):
-            for theta, own in zip(parameters, momenta, strict=False):
-                self.optimizer.state[theta]["momentum_buffer"] = own
+        for theta, own in zip(parameters, momenta, strict=False):
+            self.optimizer.state[theta]["momentum_buffer"] = own
         for index in unmoved:
             momenta[index].zero_()
             self._momentum_norm = None
@@ -506,17 +506,18 @@ class GlobalParameters:
         its ranks.
         """
         *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
-        return StepNorms._make([*self.theta_division.norms(own), decay])
+        squares = torch.tensor(own, dtype=torch.float64).square()
+        norms = self.theta_division.sum(squares).sqrt()
+        return StepNorms._make([*norms.tolist(), decay])
 
     def _own_momentum_norm(self) -> float:
-        if self._momentum_norm is not None:
-            return self._momentum_norm
-        squares = Squares(len(self.theta))
-        for index, theta in enumerate(self.theta.values()):
-            buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-            if buffer is not None:
-                squares.add([buffer.view(-1)], [index])
-        self._momentum_norm = _norm(squares.by_tensor(), self.theta_division.copies)
+        if self._momentum_norm is None:
+            squares = Squares(len(self.theta))
+            for index, theta in enumerate(self.theta.values()):
+                buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+                if buffer is not None:
+                    squares.add([buffer.view(-1)], [index])
+            self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
         return self._momentum_norm
 
 
@@ -531,15 +532,6 @@ def _rounded(values: Tensor, dtype: torch.dtype, memory: Tensor) -> Tensor:
 def _norm(squares: Tensor, copies: Sequence[int]) -> float:
     """This rank's part of a norm, given squares of which so many ranks hold the same."""
     return math.sqrt((squares / torch.tensor(copies)).sum())
-
-
-def _check_dtypes(parameters: Mapping[str, Tensor]) -> None:
-    for name, tensor in parameters.items():
-        if tensor.dtype == torch.float64:
-            raise ValueError(
-                f"parameter {name} is float64, and groups average in float32: convert the model "
-                "with model.float(), before its optimizer is built"
-            )
 
 
 def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:
@@ -557,12 +549,3 @@ def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:
             "outer_optimizer built an optimizer over other parameters than the global ones it was "
             "given: write e.g. lambda parameters: torch.optim.SGD(parameters, lr=0.7)"
         )
-
-
-def _is_elementwise(outer_optimizer: OuterOptimizer, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether the outer optimizer treats each element by itself, as far as we know."""
-    like = []
-    for parameter in parameters.values():
-        shape = held_tensor(parameter).shape
-        like.append(nn.Parameter(torch.empty(shape, device="meta")))
-    return is_plain_sgd(outer_optimizer(like))

@@ -130,7 +130,7 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
         return False
     for fragment, mean in zip(fragments, means, strict=True):
         if mean.finish():
-            fragment.globals.flat.copy_(mean.unpack())
+            fragment.globals.flat.copy_(fragment.globals.unpack(mean))
             fragment.globals.take_buffers(fragment.globals.averaged_buffers)
         fragment.take_global()
     return True
@@ -143,12 +143,12 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     collective they would wait for it.
     """
     layout = fragment.globals.layout
-    mean = WeightedMean(layout, fragment.device, fragment.mean.is_whole)
+    mean = WeightedMean(layout, fragment.device)
     local = fragment.globals.local()
 
     def write(chunk: Chunk, into: Tensor) -> None:
         values = into[chunk.place]
-        if not chunk.is_parameter:
+        if chunk.indices[0] in fragment.globals.averaged_buffers:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()
         else:

@@ -435,7 +435,7 @@ class OuterLoop:
         self.has_healed = True
         self._has_unfinished_heal = True
         # A single rank need not wait until others have healed too.
-        if not self.fragments[0].globals.division.has_ranks:
+        if self.fragments[0].globals.division.num_ranks == 1:
             self.finish_heal()
 
     def finish_heal(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,9 @@ def nesterov_sgd(lr: float, momentum: float, nesterov: bool = True) -> OuterOpti
 
 
 def pseudo_gradient(
-    global_parameter: Tensor, local_parameter: Tensor, into: Tensor | None = None
+    global_parameter: Tensor,
+    local_parameter: Tensor,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Global minus local, in the larger of their dtypes. The only place that knows the sign.
 
@@ -79,8 +82,14 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     return not any(group[name] for name in ("weight_decay", "dampening", "maximize"))
 
 
-class SGDStep:
-    """An outer step of ``torch.optim.SGD``.
+def take_sgd_step(
+    group: Mapping[str, Any],
+    divisor: Tensor,
+    theta: Tensor,
+    sums: Tensor,
+    momentum: Tensor | None = None,
+) -> None:
+    """Take an outer step of ``torch.optim.SGD`` in a chunk of the global parameters.
 
     It does to each element what torch does, in the same order, so the bits are the same, which a
     test checks. ``SGD.step`` goes over the whole tensor for each operation and allocates another
@@ -89,48 +98,34 @@ class SGDStep:
     the model.
 
     Args:
-        optimizer: See ``is_plain_sgd``.
-        divisor: The sums divided by it are the mean pseudo-gradient.
-        device: Where all of it is.
+        group: The optimizer's only ``param_groups``, see ``is_plain_sgd``.
+        divisor: The sums divided by it are the mean pseudo-gradient. 0-D, where all of it is.
+        theta: fp32, 1-D.
+        sums: The sum of weighted pseudo-gradients, fp32, 1-D. It is overwritten.
+        momentum: fp32, 1-D, zeros before the first step; None if the optimizer has none.
     """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, divisor: float, device: torch.device
-    ) -> None:
-        (group,) = optimizer.param_groups
-        self._lr = float(group["lr"])
-        self.momentum = float(group["momentum"])
-        self._nesterov = group["nesterov"]
-        self._divisor = torch.full((), divisor, device=device)
-
-    def move(self, theta: Tensor, sums: Tensor, momentum: Tensor | None = None) -> None:
-        """Move a chunk of the global parameters.
-
-        Args:
-            theta: fp32, 1-D.
-            sums: The sum of weighted pseudo-gradients, fp32, 1-D. It is overwritten.
-            momentum: fp32, 1-D, zeros before the first step; None if the optimizer has none.
-        """
-        fused = 0 if momentum is None else sums.numel() // LANES * LANES
-        if momentum is not None and fused:
-            # torch.optim.SGD(fused=True) calls this too, but its overhead takes six times as long.
-            torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
-                [theta[:fused]],
-                [sums[:fused]],
-                [momentum[:fused]],
-                weight_decay=0.0,
-                momentum=self.momentum,
-                lr=self._lr,
-                dampening=0.0,
-                nesterov=self._nesterov,
-                maximize=False,
-                is_first_step=False,
-                grad_scale=self._divisor,  # it divides by that
-            )
-        if fused == sums.numel():
-            return
-        move = sums[fused:].div_(self._divisor)
-        if momentum is not None:
-            momentum = momentum[fused:].mul_(self.momentum).add_(move)
-            move = move.add_(momentum, alpha=self.momentum) if self._nesterov else momentum
-        theta[fused:].add_(move, alpha=-self._lr)
+    lr = float(group["lr"])
+    decay = float(group["momentum"])
+    fused = 0 if momentum is None else sums.numel() // LANES * LANES
+    if momentum is not None and fused:
+        # torch.optim.SGD(fused=True) calls this too, but its overhead takes six times as long.
+        torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+            [theta[:fused]],
+            [sums[:fused]],
+            [momentum[:fused]],
+            weight_decay=0.0,
+            momentum=decay,
+            lr=lr,
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+            is_first_step=False,
+            grad_scale=divisor,  # it divides by that
+        )
+    if fused == sums.numel():
+        return
+    move = sums[fused:].div_(divisor)
+    if momentum is not None:
+        momentum = momentum[fused:].mul_(decay).add_(move)
+        move = move.add_(momentum, alpha=decay) if group["nesterov"] else momentum
+    theta[fused:].add_(move, alpha=-lr)

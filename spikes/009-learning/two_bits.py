@@ -28,7 +28,7 @@ class TwoBits(wire_formats.WireFormat):
     name = NAME
 
     def encode(self, values: Tensor, into: Tensor) -> None:
-        levels, codes = self._split(into)
+        levels, codes = self._parts(into)
         blocks = values.view(-1, BLOCK)
         width = blocks.square().mean(1, keepdim=True).sqrt_().mul_(RANGE / LEVELS)
         bins = (blocks / width.clamp_(min=wire_formats.SMALLEST)).floor_().add_(LEVELS / 2)
@@ -40,13 +40,13 @@ class TwoBits(wire_formats.WireFormat):
         codes.copy_(parts[0] | parts[1] << 2 | parts[2] << 4 | parts[3] << 6)
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        levels, codes = self._split(encoded)
+        levels, codes = self._parts(encoded)
         bins = torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -2).to(torch.int64)
         of_block = levels.to(torch.float32).unflatten(-1, (-1, LEVELS))
         bins = bins.view(*codes.shape[:-1], -1, BLOCK)
         into.unflatten(-1, (-1, BLOCK)).copy_(of_block.gather(-1, bins))
 
-    def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
         end = 2 * LEVELS * (encoded.shape[-1] // (BLOCK // 4 + 2 * LEVELS))
         return encoded[..., :end].view(torch.bfloat16), encoded[..., end:]
 

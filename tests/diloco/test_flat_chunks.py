@@ -39,11 +39,9 @@ def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
     places = [chunk.place for chunk in layout.chunks]
     assert [place.start for place in places[1:]] == [place.stop for place in places[:-1]]
     for chunk in layout.chunks:
-        indices = chunk.pieces.indices
-        assert {values[index].dtype for index in indices} == {chunk.dtype}
-        assert {index < 8 for index in indices} == {chunk.is_parameter}
+        assert len({(values[index].dtype, index < 8) for index in chunk.indices}) == 1
         size = chunk.place.stop - chunk.place.start
-        assert size == sum(chunk.pieces.sizes) <= LIMIT
+        assert size == sum(chunk.sizes) <= LIMIT
 
 
 def test_on_an_accelerator_what_is_rounded_has_room_behind_its_chunk(monkeypatch):
@@ -112,7 +110,7 @@ def test_squares_add_up_by_tensor_however_the_buffer_is_cut():
     for step in (13, 64, 1000):
         squares = Squares(len(values))
         for start in range(0, flat.numel() + 7, step):  # as with padding behind it
-            pieces = layout.pieces(slice(start, start + step))
-            squares.add(flat[pieces.place].split(pieces.sizes), pieces.indices)
+            chunk = layout.chunk(start, start + step)
+            squares.add(flat[chunk.place].split(chunk.sizes), chunk.indices)
         expected = torch.stack([t.double().square().sum() for t in values])
-        assert torch.allclose(squares.by_tensor(), expected, rtol=1e-6)
+        assert torch.allclose(squares.by_tensor, expected, rtol=1e-6)

@@ -12,6 +12,7 @@ from torch import nn
 from composer_replication.diloco import division
 from composer_replication.diloco.division import Division
 from composer_replication.diloco.flat_chunks import CHUNK
+from composer_replication.diloco.fragments import split_model
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import is_plain_sgd
 from composer_replication.settings import WIRE_FORMATS
@@ -121,14 +122,14 @@ def test_without_a_learning_rate_nothing_moves_in_a_16_bit_model(wire_format, dt
 def test_a_float64_parameter_is_refused_by_name():
     model = Constant(dtype=torch.float64)
     with pytest.raises(ValueError, match=r"parameter weight is float64, .*: convert the model"):
-        GlobalParameters(dict(model.named_parameters()), plain_sgd(), CPU)
+        split_model(model)
 
 
 def test_without_memory_for_the_global_state_the_error_has_the_bytes_and_the_ways_out(monkeypatch):
     def no_memory(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    where = "composer_replication.diloco.global_parameters.resting_memory"
+    where = "composer_replication.diloco.construction.GlobalParameters"
     monkeypatch.setattr(where, no_memory)
     with pytest.raises(SimulationError, match=r"8 bytes for each of 1 elements .* backup_device='"):
         run(1, lambda group: None)

@@ -21,18 +21,6 @@ def fresh_pages(num_bytes: int) -> mmap.mmap:
     return pages
 
 
-def resting_memory(num_elements: int, device: torch.device, is_pinned: bool) -> Tensor:
-    """Return fp32 zeros for what is kept between syncs.
-
-    Args:
-        num_elements: How many.
-        device: Where.
-        is_pinned: Whether copies to an accelerator run beside its kernels. torch then takes the
-            next power of two of bytes.
-    """
-    return torch.zeros(num_elements, device=device, pin_memory=is_pinned)
-
-
 class FlatMemory:
     """An fp32 buffer that is reused from sync to sync.
 

@@ -46,10 +46,14 @@ class QuantizedBucket:
         memory_bytes: Size of the memory that ``start_first`` needs.
     """
 
-    def __init__(self, values: Tensor, groups: int, rank: int, wire_format: WireFormat) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        groups: int,
+        rank: int,
+        wire_format: WireFormat,
+    ) -> None:
         self.values = values
-        self.weights: Sequence[float] = ()
-        self._total = 1.0
         self._groups = groups
         self._rank = rank
         self._format = wire_format
@@ -76,7 +80,12 @@ class QuantizedBucket:
             self._memory_sizes += [groups * encoded, encoded]
         self.memory_bytes = sum(self._memory_sizes)
 
-    def start_first(self, manager: DiLoCoManager, contribution: float, memory: Tensor) -> Any:
+    def start_first(
+        self,
+        manager: DiLoCoManager,
+        contribution: float,
+        memory: Tensor,
+    ) -> Any:
         """Encode the values and start the first message.
 
         Args:
@@ -91,9 +100,8 @@ class QuantizedBucket:
         weights, self._sent = _weights_and_parts(sent, self._num_parts)
         weights.fill_(contribution)
         for index, part in enumerate(self._sent):
-            if self._averages(index):
-                part.zero_()
-            else:
+            # Of the part that it averages itself, it reads nothing that was sent.
+            if index != self._rank or not self.has_means:
                 self._encode(self._part(self.values, index), part)
         weights, self._received = _weights_and_parts(received, self._groups)
         self.received_weights = weights.squeeze(1)
@@ -101,15 +109,12 @@ class QuantizedBucket:
             return manager.all_to_all(received, sent)
         return manager.all_gather(received, sent)
 
-    def start_second(
-        self, manager: DiLoCoManager, weights: Sequence[float], keeps_error: bool
-    ) -> Any:
+    def start_second(self, manager: DiLoCoManager, weights: Sequence[float]) -> Any:
         """Average this group's part and start the second message, once the first has arrived.
 
         Args:
             manager: The manager that ``start_first`` got.
             weights: The contribution of each group.
-            keeps_error: Whether ``finish`` will be asked for the rounding error.
 
         Returns:
             A Work to wait for, or None if there is no second message.
@@ -132,9 +137,9 @@ class QuantizedBucket:
             mean[size:] = 0.0  # it is encoded too
             self._average(parts, mean[:size])
             self._format.encode(mean[: frame.size], own[frame.encoded])
-            # Without a weight here this group is not in the sum: the connections are those of
-            # another quorum, as the peer table says to all.
-            if keeps_error and weights[self._rank]:
+            # Without a weight here this group is not in the sum: it contributes nothing, or the
+            # connections are those of another quorum, as the peer table says to all.
+            if weights[self._rank]:
                 self._decode(own, frame, rounded)
                 torch.sub(mean[:size], rounded[:size], out=exact)
                 exact.mul_(self._total)
@@ -164,32 +169,7 @@ class QuantizedBucket:
         """
         if self.has_means:
             self._take_means(error)
-        else:
-            self._take_mean_of_all(error)
-
-    def _take_means(self, error: Tensor | None) -> None:
-        """Decode the means of all parts, as their groups have encoded them."""
-        scratch = self._scratch()
-        for index in range(self._groups):
-            values = self._part(self.values, index)
-            # The values are read before the mean is written over them.
-            if error is None:
-                kept = None
-            elif self._averages(index):
-                kept = None
-                self._part(error, index).copy_(values)  # start_second has put the error there
-            else:
-                kept = self._part(error, index)
-            for frame in self._frames:
-                own = values[frame.elements]
-                if kept is not None:
-                    sent = self._decode(self._sent[index], frame, scratch)
-                    self._keep_error(own, sent, kept[frame.elements])
-                mean = self._decode(self._means[index], frame, scratch)
-                own.copy_(mean[: own.numel()])
-
-    def _take_mean_of_all(self, error: Tensor | None) -> None:
-        """Average what one or two groups have sent, this one included."""
+            return
         scratch = self._scratch(self._groups)
         for frame in self._frames:
             values = self.values[frame.elements]
@@ -199,9 +179,23 @@ class QuantizedBucket:
                 self._keep_error(values, parts[self._rank], error[frame.elements])
             self._average(parts, values)
 
-    def _averages(self, index: int) -> bool:
-        """Whether this group averages a part, and therefore does not send it."""
-        return self.has_means and index == self._rank
+    def _take_means(self, error: Tensor | None) -> None:
+        """Decode the means of all parts, as their groups have encoded them."""
+        scratch = self._scratch()
+        for index in range(self._groups):
+            values = self._part(self.values, index)
+            # The values are read before the mean is written over them.
+            kept = None if error is None else self._part(error, index)
+            if kept is not None and index == self._rank:
+                kept.copy_(values)  # start_second has put the error there
+                kept = None
+            for frame in self._frames:
+                own = values[frame.elements]
+                if kept is not None:
+                    sent = self._decode(self._sent[index], frame, scratch)
+                    self._keep_error(own, sent, kept[frame.elements])
+                mean = self._decode(self._means[index], frame, scratch)
+                own.copy_(mean[: own.numel()])
 
     def _average(self, parts: Sequence[Tensor], into: Tensor) -> None:
         """Write the weighted mean of what the groups have sent; zeros if none has a weight."""

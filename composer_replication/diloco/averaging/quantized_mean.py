@@ -60,18 +60,13 @@ class QuantizedMean(WeightedMean):
     Args:
         layout: See ``WeightedMean``.
         device: Where the messages live.
-        is_whole: Whether every rank of the group gets the whole mean.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
-    def __init__(
-        self, layout: Layout, device: torch.device, is_whole: bool = True, *, wire_format: str
-    ) -> None:
-        super().__init__(layout, device, is_whole)
+    def __init__(self, layout: Layout, device: torch.device, wire_format: str) -> None:
+        super().__init__(layout, device)
         self._format = make_wire_format(wire_format)
-        self._exchange: Exchange | None = None
-        self._message_memory = FlatMemory(self.device)
-        self._taken: Tensor | None = None
+        self._message_memory = FlatMemory(device)
         size = self.division.stop - self.division.start
         self.residual = torch.zeros(size, device=self.device)
         """The residual of this rank's share, 1-D fp32: what rounding has taken from the sum."""
@@ -91,14 +86,13 @@ class QuantizedMean(WeightedMean):
         groups = manager.num_participants()
         rank = manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        several = -(-self._own.numel() // (LEAST_MESSAGES * PART)) * PART
-        size = min(self.division.bucket, several)
-        parts = self._own.split(size)
+        own = self.flat[self.division.start : self.division.stop]
+        several = -(-own.numel() // (LEAST_MESSAGES * PART)) * PART
+        parts = own.split(min(self.division.bucket, several))
         buckets = [QuantizedBucket(part, groups, rank, self._format) for part in parts]
         self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
         memory_bytes = sum(bucket.memory_bytes for bucket in buckets)
-        self._taken = self._message_memory.take(-(-memory_bytes // 4))
-        memory = self._taken.view(torch.uint8)[:memory_bytes]
+        memory = self._message_memory.take(memory_bytes // 4)
         self._exchange = Exchange(manager, buckets, self.contribution, memory)
         return [self._exchange]
 
@@ -108,30 +102,26 @@ class QuantizedMean(WeightedMean):
 
     @torch.no_grad()
     def finish(self) -> float:
-        if self.is_gathered:  # gathered messages are fp32, so nothing was rounded
+        if self._exchange is None:  # gathered messages are fp32, so nothing was rounded
             if self.contribution:
                 self.residual.zero_()
             return super().finish()
-        assert self._exchange is not None, "it has been sent"
-        self.total = self._exchange.total
         self.divisor = 1.0
-        if self.total:
+        if self._exchange.total:
             buckets = self._exchange.buckets
             errors = self.residual.split([bucket.values.numel() for bucket in buckets])
             for bucket, error in zip(buckets, errors, strict=True):
                 bucket.finish(error if self.contribution else None)
-        self._gather()
-        return self.total
+        return self._exchange.total
 
     def clear(self) -> None:
-        if self._taken is not None:
-            self._message_memory.give_back(self._taken)
+        if self._exchange is not None:
+            self._message_memory.give_back(self._exchange.memory)
         super().clear()
 
     def abandon(self) -> None:
         super().abandon()
-        self._exchange = None
-        self._taken = None
+        self._exchange: Exchange | None = None
 
     def gather_residual(self) -> Tensor:
         whole = self.residual
@@ -144,8 +134,7 @@ class QuantizedMean(WeightedMean):
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
         own = whole[self.division.start : self.division.stop]
-        self.residual.zero_()
-        self.residual[: own.numel()] = own
+        self.residual[: own.numel()] = own  # what pads it is zeros
 
     def forget_residual(self, tensors: Collection[int] | None = None) -> None:
         if tensors is None:
@@ -168,7 +157,7 @@ class Exchange:
         manager: The torchft manager, or its simulated double.
         buckets: The buckets, in the same order in all groups.
         contribution: This group's weight. With 0 its values are zeros.
-        memory: uint8, as large as the ``memory_bytes`` of all buckets together.
+        memory: fp32, of the ``memory_bytes`` of all buckets together.
     """
 
     def __init__(
@@ -179,8 +168,8 @@ class Exchange:
         memory: Tensor,
     ) -> None:
         self.buckets = buckets
+        self.memory = memory
         self._manager = manager
-        self._keeps_error = contribution > 0
         on_host = memory.device.type == "cpu"
         self._stream = None if on_host else torch.accelerator.current_stream()
         self.total = 0.0
@@ -188,7 +177,8 @@ class Exchange:
         self.norm = math.nan
         """A norm of which the mean is no longer, without this group's own part."""
         with torch.no_grad():
-            parts = memory.split([bucket.memory_bytes for bucket in buckets])
+            sizes = [bucket.memory_bytes for bucket in buckets]
+            parts = memory.view(torch.uint8).split(sizes)
             works = [
                 bucket.start_first(manager, contribution, part)
                 for bucket, part in zip(buckets, parts, strict=True)
@@ -210,7 +200,7 @@ class Exchange:
                     break
                 # All buckets have the same: one wait for an accelerator.
                 weights = weights or bucket.received_weights.tolist()
-                second.append(bucket.start_second(self._manager, weights, self._keeps_error))
+                second.append(bucket.start_second(self._manager, weights))
         # A gloo connection stays open while one of its Works exists. If this group has given up,
         # its peers would wait for its messages until their timeout.
         works.clear()
@@ -229,7 +219,7 @@ class Exchange:
         squares = Squares(len(weights))
         for bucket in self.buckets:
             bucket.add_squares(squares)
-        norms = squares.by_tensor().sqrt()
+        norms = squares.by_tensor.sqrt()
         if self.buckets[0].has_means:
             self.norm = float(norms.norm())
         else:
@@ -252,10 +242,8 @@ class Exchange:
         return True
 
 
-def make_mean(
-    layout: Layout, device: torch.device, is_whole: bool, wire_format: str
-) -> WeightedMean:
+def make_mean(layout: Layout, device: torch.device, wire_format: str) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(layout, device, is_whole)
-    return QuantizedMean(layout, device, is_whole, wire_format=wire_format)
+        return WeightedMean(layout, device)
+    return QuantizedMean(layout, device, wire_format)

@@ -35,18 +35,19 @@ class WeightedMean:
     Args:
         layout: The order of what this rank sends of the tensors. It is the same in all groups.
         device: Where the messages live.
-        is_whole: Whether every rank of the group gets the whole mean, or only that of its share.
+
+    Attributes:
+        messages: The 1-D fp32 tensors that are summed over the groups in place.
+        flat: The memory of all ranks' shares, of which this rank's has what is sent.
+        sums: ``divisor`` times the mean, 1-D fp32: this rank's share of each tensor.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, is_whole: bool = True) -> None:
+    def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout = layout
         self.device = device
-        self.is_whole = is_whole
         self.division = layout.division
-        self.messages: list[Tensor] = []
         self._memory = FlatMemory(device)
-        self._sums: Tensor | None = None
-        self._squares: Squares | None = None
+        self.abandon()
         self.num_bytes_float32 = 4 * (self.division.stop - self.division.start + 1)
         self.num_bytes = self.num_bytes_float32
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
@@ -57,14 +58,17 @@ class WeightedMean:
         self.moved_each = 0.0
         self.contribution = 0.0
         self.is_left_out = False
-        self.is_gathered = False
-        self.total = 0.0
         self.divisor = 0.0
-        """The sums are this number times the mean."""
 
     @torch.no_grad()
-    def pack(self, write: Write, contribution: float, *, asks_ranks: bool = True) -> None:
-        """Build ``messages``, the 1-D fp32 tensors to be summed over the groups in place.
+    def pack(
+        self,
+        write: Write,
+        contribution: float,
+        *,
+        asks_ranks: bool = True,
+    ) -> None:
+        """Build ``messages``.
 
         ``norm`` is then the L2 norm of the values, not finite if one of them is not, and
         ``sent_norm`` that of what is sent for them, without the weight. ``moved`` is ``norm`` over
@@ -79,55 +83,52 @@ class WeightedMean:
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
         """
+        self.abandon()
         division = self.division
-        layout = self.layout
-        flat = self._memory.take(division.padded)
-        to_send = flat[division.start : division.stop]
-        own = to_send[: layout.num_elements]
-        count = len(layout.sizes)
-        squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
-        for chunk in layout.chunks_to_pack:
-            write(chunk, own)
-            values = own[chunk.place]
-            parts = values.split(chunk.pieces.sizes)
-            indices = chunk.pieces.indices
-            squares.add(parts, indices)
-            self._prepare(chunk.place, values, contribution)
-            if not self._is_weighted:
-                squares.add(parts, [count + index for index in indices])
-        sums = self._sums_of(squares.by_tensor())
+        self.flat = self._memory.take(division.padded)
+        to_send = self.flat[division.start : division.stop]
+        self.sums = to_send[: self.layout.num_elements]
+        sums = self._write(write, contribution)
         if asks_ranks:
             sums = division.sum(sums)
         self.norm, self.sent_norm, self.moved, elements = sums.sqrt().tolist()
         self.moved_each = self.moved / (elements or 1.0)
         self.is_left_out = False
-        self.is_gathered = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
             # Not multiplied by 0: 0 * nan is nan, and would reach all groups.
-            own.zero_()
-        if layout.num_elements < to_send.numel():
+            self.sums.zero_()
+        if self.sums.numel() < to_send.numel():
             # Padding: what an earlier sync has left there would be summed.
-            to_send[layout.num_elements :] = 0.0
+            to_send[self.sums.numel() :] = 0.0
         weight = torch.full((1,), self.contribution, device=self.device)
         self.messages = [*to_send.split(division.bucket), weight]
-        self._sums = flat
-        self._squares = None
 
-    def _sums_of(self, squares: Tensor) -> Tensor:
-        """Sum squares over all values, all that is sent, and all parameters, and count the elements
-        of parameters that have moved.
+    def _write(self, write: Write, contribution: float) -> Tensor:
+        """Write all values, and sum squares.
 
-        Args:
-            squares: Those of the values by tensor, and then of what is sent if that is another.
+        Returns:
+            The sums over all values, over all that is sent, and over all parameters, and the number
+            of elements of the parameters that have moved.
         """
+        count = len(self.division.sizes)
+        squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
+        for chunk in self.layout.chunks_to_pack:
+            write(chunk, self.sums)
+            values = self.sums[chunk.place]
+            parts = values.split(chunk.sizes)
+            squares.add(parts, chunk.indices)
+            self._prepare(chunk.place, values, contribution)
+            if not self._is_weighted:
+                squares.add(parts, [count + index for index in chunk.indices])
         copies = torch.tensor(self.division.copies, dtype=torch.float64)
-        values = squares[: len(copies)] / copies
-        sent = squares[-len(copies) :] / copies
-        moved = torch.where(self.layout.are_parameters, values, 0.0)
-        sizes = torch.tensor(self.layout.sizes) / copies
-        elements = torch.where(moved > 0, sizes, 0.0)
-        return torch.stack([values.sum(), sent.sum(), moved.sum(), elements.sum()])
+        of_values = squares.by_tensor[:count] / copies
+        of_sent = squares.by_tensor[-count:] / copies
+        moved = of_values[: self.layout.num_parameters]
+        sizes = torch.tensor(self.division.sizes) / copies
+        elements = sizes[: len(moved)][moved > 0]
+        sums = [each.sum() for each in (of_values, of_sent, moved, elements)]
+        return torch.stack(sums)
 
     def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
         """Weight values that are at this place of the rank's share."""
@@ -135,28 +136,25 @@ class WeightedMean:
         if contribution not in (0.0, 1.0):
             values *= contribution
 
-    @property
-    def _own(self) -> Tensor:
-        return self.flat[self.division.start : self.division.stop]
-
     def send(self, manager: DiLoCoManager) -> list[Any]:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
-        works = [manager.allreduce(each, reduce_op=ReduceOp.SUM) for each in self.messages]  # pyright: ignore[reportArgumentType]
-        squares = Squares(len(self.layout.sizes))
+        works: list[Any] = []
+        for message in self.messages:
+            works.append(manager.allreduce(message, reduce_op=ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+        squares = Squares(len(self.division.sizes))
         self._squares = squares
         bucket = self.division.bucket
-        followed: list[Any] = []
-        starts = range(0, self._own.numel(), bucket)
-        for work, start in zip(works, starts, strict=False):
+        for index, work in enumerate(works[:-1]):
+            start = index * bucket
             # While later messages are on their way.
-            note_arrived = partial(self._add_squares, squares, slice(start, start + bucket))
-            followed.append(Then(work, note_arrived))
-        return [*followed, works[-1]]
+            note_arrived = partial(self._add_squares, squares, start, start + bucket)
+            works[index] = Then(work, note_arrived)
+        return works
 
-    def _add_squares(self, squares: Squares, place: slice) -> None:
-        pieces = self.layout.pieces(place)
-        values = self._own[pieces.place]
-        squares.add(values.split(pieces.sizes), pieces.indices)
+    def _add_squares(self, squares: Squares, start: int, stop: int) -> None:
+        chunk = self.layout.chunk(start, stop)
+        values = self.sums[chunk.place]
+        squares.add(values.split(chunk.sizes), chunk.indices)
 
     # What has arrived, before the vote.
 
@@ -171,9 +169,9 @@ class WeightedMean:
         1-D float64 on the CPU, of what this rank has. It waits for an accelerator once.
         """
         if self._squares is None:  # the sums are not those that have arrived
-            self._squares = Squares(len(self.layout.sizes))
-            self._add_squares(self._squares, slice(0, self.layout.num_elements))
-        return self._squares.by_tensor()
+            self._squares = Squares(len(self.division.sizes))
+            self._add_squares(self._squares, 0, self.layout.num_elements)
+        return self._squares.by_tensor
 
     def _arrived(self) -> tuple[float, float]:
         """Return the sum of the weights, and the norm of what this rank has of the mean."""
@@ -201,7 +199,11 @@ class WeightedMean:
             return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
         return ""
 
-    def find_unsound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> set[int]:
+    def find_unsound(
+        self,
+        manager: DiLoCoManager,
+        metrics: Mapping[int, GroupMetrics],
+    ) -> set[int]:
         """Gather the messages of all groups, and find those that are not what their group says.
 
         It gathers one message at a time, so it needs memory for one of each group.
@@ -213,14 +215,9 @@ class WeightedMean:
         Returns:
             The ranks whose messages are not finite, too long, or of another weight.
         """
-        self.is_gathered = True
-        squares = torch.zeros(manager.num_participants(), device=self.device)
         *of_values, of_weight = self.messages
-        for message in of_values:
-            gathered = self._gather_message(manager, message)
-            for rank, part in enumerate(gathered):
-                squares[rank] += torch.dot(part, part)
-        norms = squares.sqrt().tolist()
+        parts = [self._gather_message(manager, message).norm(dim=1) for message in of_values]
+        norms = torch.stack(parts).norm(dim=0).tolist()
         weights = self._gather_message(manager, of_weight).flatten().tolist()
         unsound = set(range(len(norms)))
         for rank, group in metrics.items():
@@ -230,7 +227,11 @@ class WeightedMean:
                 unsound.remove(rank)
         return unsound
 
-    def sum_sound(self, manager: DiLoCoManager, metrics: Mapping[int, GroupMetrics]) -> None:
+    def sum_sound(
+        self,
+        manager: DiLoCoManager,
+        metrics: Mapping[int, GroupMetrics],
+    ) -> None:
         """Gather the messages again, and sum those of these ranks."""
         *of_values, of_weight = self.messages
         for message in of_values:
@@ -242,7 +243,6 @@ class WeightedMean:
                     message.add_(parts[rank], alpha=weight)
         total = sum(group.contribution for group in metrics.values())
         of_weight.fill_(total)
-        self._squares = None
         if manager.participating_rank() not in metrics:
             self.contribution = 0.0
             self.is_left_out = True
@@ -258,36 +258,16 @@ class WeightedMean:
     def is_finite(self) -> bool:
         """Whether all values of the last ``pack`` were finite."""
         # The norm of finite values overflows only past 1e19: such a training has diverged anyhow.
-        return self.norm < math.inf and self.sent_norm < math.inf
+        return math.isfinite(self.norm + self.sent_norm)
 
     def finish(self) -> float:
-        """Return ``sum(c_i)``, which is then also in ``total``, and gather the sums if ranks do.
+        """Return ``sum(c_i)``. At 0 no group has contributed, and there is no mean.
 
-        At 0 no group has contributed, and there is no mean. Call it after all Works of ``send``
-        have ended without an error and the vote has passed: a retry has to pack the values again,
-        which is not possible afterwards.
+        Call it after all Works of ``send`` have ended without an error and the vote has passed: a
+        retry has to pack the values again, which is not possible afterwards.
         """
-        self.total = float(self.messages[-1])
-        self.divisor = self.total
-        self._gather()
-        return self.total
-
-    def _gather(self) -> None:
-        if self.total and self.is_whole:
-            self.division.gather(self.flat)
-
-    @property
-    def flat(self) -> Tensor:
-        """The memory of all ranks' shares. This rank's share has the sums."""
-        assert self._sums is not None, "it has been packed"
-        return self._sums
-
-    @property
-    def sums(self) -> Tensor:
-        """``divisor`` times the mean, 1-D fp32: each tensor after the other, or the share of it."""
-        if self.is_whole:
-            return self.flat[: sum(self.division.whole_sizes)]
-        return self._own[: self.layout.num_elements]
+        self.divisor = float(self.messages[-1])
+        return self.divisor
 
     def unpack(self) -> Tensor:
         """Divide in place, and return the mean like ``sums``. Call it once."""
@@ -318,5 +298,7 @@ class WeightedMean:
 
     def abandon(self) -> None:
         """Drop what was sent: connections that are about to close may still write to its memory."""
-        self.messages = []
-        self._sums = None
+        self.messages: list[Tensor] = []
+        self.flat = Tensor()
+        self.sums = Tensor()
+        self._squares: Squares | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from composer_replication.diloco.averaging.wire_sizes import SIZES, encoded_bytes
+from composer_replication.diloco.averaging.wire_sizes import SIZES, sections
 from composer_replication.settings import WireFormatName
 
 SMALLEST = 1e-30
@@ -22,10 +23,12 @@ class WireFormat(ABC):
     """
 
     name: WireFormatName
+    _dtypes: Sequence[torch.dtype]
+    """Of the header, the scales and the codes of a message."""
 
     def num_bytes(self, num_elements: int) -> int:
         """Return how many bytes ``num_elements`` take."""
-        return encoded_bytes(self.name, num_elements)
+        return sum(sections(self.name, num_elements))
 
     @abstractmethod
     def encode(self, values: Tensor, into: Tensor) -> None:
@@ -40,6 +43,11 @@ class WireFormat(ABC):
                 operations as one.
             into: fp32, 1-D, or as many rows.
         """
+
+    def _split(self, encoded: Tensor, num_elements: int) -> list[Tensor]:
+        """Views of the header, the scales and the codes of a message, or of rows of messages."""
+        parts = encoded.split(sections(self.name, num_elements), dim=-1)
+        return [part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
 
 
 class BFloat16(WireFormat):
@@ -59,9 +67,10 @@ class Int8(WireFormat):
 
     name = "int8"
     _block = SIZES["int8"].block
+    _dtypes = (torch.uint8, torch.float32, torch.int8)
 
     def encode(self, values: Tensor, into: Tensor) -> None:
-        scales, codes = self._split(into)
+        _, scales, codes = self._split(into, values.numel())
         blocks = values.view(-1, self._block)
         largest = blocks.abs().amax(1)
         torch.div(largest, on(values.device, 127.0), out=scales)
@@ -70,16 +79,10 @@ class Int8(WireFormat):
         codes.copy_(rounded.view(-1))
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        scales, codes = self._split(encoded)
+        _, scales, codes = self._split(encoded, into.shape[-1])
         into.copy_(codes)
         blocks = into.unflatten(-1, (-1, self._block))
         blocks.mul_(scales.unsqueeze(-1))
-
-    def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor]:
-        num_blocks = encoded.shape[-1] // (self._block + 4)
-        scales = encoded[..., : 4 * num_blocks]
-        codes = encoded[..., 4 * num_blocks :]
-        return scales.view(torch.float32), codes.view(torch.int8)
 
 
 class Fp4(WireFormat):
@@ -94,12 +97,12 @@ class Fp4(WireFormat):
 
     name = "fp4"
     _block = SIZES["fp4"].block
-    _header = SIZES["fp4"].header
+    _dtypes = (torch.int32, torch.uint8, torch.int8)
     _largest = 7.0
     _scale_shift = 20  # of fp32's 23 bits of mantissa, 3 are kept
 
     def encode(self, values: Tensor, into: Tensor) -> None:
-        head, scales, codes = self._split(into)
+        head, scales, codes = self._split(into, values.numel())
         blocks = values.view(-1, self._block)
         largest = blocks.abs().amax(1).clamp_(min=SMALLEST)
         # Each block's scale: its largest magnitude, rounded up.
@@ -120,7 +123,7 @@ class Fp4(WireFormat):
         torch.bitwise_or(high, low, out=codes)
 
     def decode(self, encoded: Tensor, into: Tensor) -> None:
-        head, scales, codes = self._split(encoded)
+        head, scales, codes = self._split(encoded, into.shape[-1])
         bits = scales.int().add_(head)
         bits.bitwise_left_shift_(self._scale_shift)
         factors = bits.view(torch.float32)
@@ -133,17 +136,13 @@ class Fp4(WireFormat):
         blocks = into.unflatten(-1, (-1, self._block))
         blocks.mul_(factors.unsqueeze(-1))
 
-    def _split(self, encoded: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        head = encoded[..., : self._header]
-        rest = encoded[..., self._header :]
-        num_blocks = rest.shape[-1] // (self._block // 2 + 1)
-        scales = rest[..., :num_blocks]
-        codes = rest[..., num_blocks:]
-        return head.view(torch.int32), scales, codes.view(torch.int8)
-
 
 @functools.cache
-def on(device: torch.device, *numbers: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def on(
+    device: torch.device,
+    *numbers: float,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
     """Return numbers in a device's memory: 1-D, kept for the next time.
 
     By a Python number a CUDA device multiplies with the reciprocal, which rounds twice: the bits

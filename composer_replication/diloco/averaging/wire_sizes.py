@@ -18,13 +18,13 @@ class WireSize(NamedTuple):
 
     Attributes:
         bits: Of an element.
-        block: Elements that share a scale, a divisor of ``PART``. 0: there are no scales.
-        scale: Bytes of a scale.
+        block: Elements that share a scale, a divisor of ``PART``.
+        scale: Bytes of a scale. 0: there are no scales.
         header: Bytes before the scales of a frame: in fp4 the base that the scales are relative to.
     """
 
     bits: int
-    block: int = 0
+    block: int = 1
     scale: int = 0
     header: int = 0
 
@@ -37,19 +37,19 @@ SIZES: dict[WireFormatName, WireSize] = {
 }
 
 BYTES_PER_PARAMETER = {
-    name: size.bits / 8 + (size.scale / size.block if size.block else 0)
-    for name, size in SIZES.items()
+    name: size.bits / 8 + size.scale / size.block for name, size in SIZES.items()
 }
 """Bytes per parameter of a large message."""
 
 
-def encoded_bytes(wire_format: WireFormatName, num_elements: int) -> int:
-    """Return the bytes that ``num_elements`` take in a wire format.
+def sections(wire_format: WireFormatName, num_elements: int) -> list[int]:
+    """Return the bytes of a message's header, scales and codes, in this order.
 
     Args:
         wire_format: Its name.
         num_elements: A multiple of ``PART``, unless the format is float32.
     """
     size = SIZES[wire_format]
-    scales = num_elements // size.block * size.scale if size.block else 0
-    return size.header + num_elements * size.bits // 8 + scales
+    scales = num_elements // size.block * size.scale
+    codes = num_elements * size.bits // 8
+    return [size.header, scales, codes]
