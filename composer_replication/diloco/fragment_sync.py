@@ -15,14 +15,12 @@ from torchft.utils import get_stream_context
 from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
-from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import GroupMetrics, UsualPace
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
-from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -137,9 +135,7 @@ class FragmentSync:
     Args:
         manager: The torchft manager, or its simulated double.
         fragment_id: The fragment's index in the order of syncs, from 0.
-        global_parameters: Its parameters, local and global, and their outer optimizer.
-        settings: The run's settings.
-        state: The global state that the outer step changes.
+        state: The global state, of which the outer step changes this fragment's part.
         usual_pace: How far this group's inner steps usually move a parameter.
 
     Attributes:
@@ -152,31 +148,28 @@ class FragmentSync:
         self,
         manager: DiLoCoManager,
         fragment_id: int,
-        global_parameters: GlobalParameters,
-        settings: DiLoCoSettings,
         state: GlobalState,
         usual_pace: UsualPace,
     ) -> None:
         self._manager = manager
         self.fragment_id = fragment_id
-        self.globals = global_parameters
+        self.globals = state.fragments[fragment_id]
         self._state = state
         self._usual_pace = usual_pace
-        self._settings = settings
-        self.device = global_parameters.device
+        self._settings = state.settings
+        self.device = self.globals.device
         self.mean = make_mean(
-            global_parameters.layout,
+            self.globals.layout,
             self.device,
             # With shares theta is gathered instead, after it has moved.
-            not global_parameters.is_shared,
-            settings.wire_format,
+            not self.globals.is_shared,
+            state.settings.wire_format,
         )
         # Messages travel beside training, as torchft's do.
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []
         self.unsynced = Unsynced()
         self._buffers: list[Tensor] = []
-        self.total_contribution = 0.0
         self.phase = Phase.IDLE
         self.is_joining = False
         self.result = TableResult()
@@ -321,9 +314,8 @@ class FragmentSync:
         return self.phase is Phase.COMMITTED
 
     def _step(self) -> None:
-        self.total_contribution = self.mean.finish()
         globals_ = self.globals
-        if self.total_contribution > 0.0:
+        if self.mean.finish() > 0.0:
             # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(self.result.synced_samples):
                 first = self.result.kept.get(0)
@@ -373,20 +365,18 @@ class FragmentSync:
         """
         unsynced = self.unsynced
         packed = unsynced.packed
-        if self.is_joining and self.total_contribution == 0.0:
+        if self.is_joining and not self.mean.total:
             return
         if self.mean.contribution > 0:
             if packed.inner_steps:
                 self._usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
             self._state.ledger.has_synced(self.fragment_id, packed.position)
-        if self._write_back_alpha > 0:
-            unsynced.inner_steps -= packed.inner_steps
-            unsynced.samples -= packed.samples
-            unsynced.learning_rates -= packed.learning_rates
-        else:  # the steps taken while the sync was in flight are thrown away
-            unsynced.inner_steps = 0
-            unsynced.samples = 0
-            unsynced.learning_rates = 0.0
+        if not self._write_back_alpha:  # the steps since it was sent are thrown away
+            self.unsynced = Unsynced()
+            return
+        unsynced.inner_steps -= packed.inner_steps
+        unsynced.samples -= packed.samples
+        unsynced.learning_rates -= packed.learning_rates
         unsynced.unsent = None
 
     def take_global(self) -> None:
@@ -401,8 +391,3 @@ class FragmentSync:
         """Send nothing of what this group has trained since the last sync."""
         self.unsynced = Unsynced()
         self.mean.forget_residual()
-
-    @property
-    def to_resume_with(self) -> Packed | None:
-        """What this group would send again if it resumed from here; None: what it has trained."""
-        return self.unsynced.packed if self.phase is Phase.SENT else self.unsynced.unsent

@@ -1,4 +1,7 @@
-"""When a start or a sync is tried again: who is to blame, who leaves, and when to give up."""
+"""When a start or a sync is tried again, and when to give up.
+
+``outer_loop.py`` makes the attempts, and ``replica/quorum.py`` says who is to blame for a failure.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,6 @@ class SyncRetries:
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state.
-        max_retries: How many attempts that count may fail in a row.
         give_up_after_s: How long to wait for enough groups, in seconds. None: without a limit.
 
     Attributes:
@@ -129,38 +131,52 @@ class SyncRetries:
     """
 
     def __init__(
-        self,
-        manager: DiLoCoManager,
-        state: GlobalState,
-        max_retries: int,
-        give_up_after_s: float | None,
+        self, manager: DiLoCoManager, state: GlobalState, give_up_after_s: float | None
     ) -> None:
         self._manager = manager
         self._state = state
         self._waiting = Waiting("to sync", give_up_after_s)
-        self._max_retries = max_retries
         self.count = 0
         self._num_unexplained = 0
-        self._cause = ""
-        self._had_too_few = False
 
-    def wait(self) -> None:
-        """Wait before the next attempt, after one that did not commit.
+    def form_quorum(self, is_joining: bool, has_doubts: bool) -> None:
+        """Wait after an attempt that did not commit, and form the quorum of the next one.
+
+        Args:
+            is_joining: Whether this group is a joiner. Failures that it has caused count.
+            has_doubts: Whether a rank of this group takes what has arrived for unsound. The next
+                attempts then gather the messages, and the first of them is made in any case: it
+                finds whom to leave out.
 
         Raises:
-            SyncError: Too few groups have been connected for longer than ``give_up_after_s``.
+            SyncError: More attempts have failed than this group may make, or too few groups have
+                been connected for longer than ``give_up_after_s``.
         """
-        present = self._manager.num_participants()
-        needed = self._manager._min_replica_size
-        self._cause = why_not_committed(self._manager)
-        self._had_too_few = self._manager.errored() is None and present < needed
-        if self._had_too_few:
+        manager = self._manager
+        is_first_doubt = has_doubts and not manager.asks_to_gather
+        manager.asks_to_gather |= has_doubts  # until the sync has committed
+        cause = why_not_committed(manager)
+        present = manager.num_participants()
+        needed = manager._min_replica_size
+        has_too_few = manager.errored() is None and present < needed
+        if has_too_few:
             situation = f"{present} replica groups are connected, and min_replica_size={needed}"
             self._waiting.go_on(
                 lambda: situation, "Start the missing groups again, or lower min_replica_size"
             )
             time.sleep(POLL_S)
+        else:
+            self._back_off(cause)
+        manager.start_quorum()  # only this says which group has caused the failure
+        if is_first_doubt:
             return
+        if manager.fault == "another" or (manager.fault == "this" and not is_joining):
+            self._num_unexplained = 0
+        elif not has_too_few:
+            self._num_unexplained += 1
+            self._check_limit(is_joining, cause)
+
+    def _back_off(self, cause: str) -> None:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
         self.count += 1
         log.warning(
@@ -168,43 +184,29 @@ class SyncRetries:
             "trying again in %.1f s",
             self._state.outer_step,
             self.count,
-            self._cause,
+            cause,
             pause_s,
         )
         time.sleep(pause_s)
 
-    def check_limit(self, is_joining: bool) -> None:
+    def _check_limit(self, is_joining: bool, cause: str) -> None:
         """Give up after too many failed attempts.
-
-        Called in the next attempt's quorum, since only that says which group caused the failure.
 
         A joiner gives up before the groups in training. Of these, one gives up at a time, the last
         one of the quorum first: the others may succeed without it.
-
-        Args:
-            is_joining: Whether this group is a joiner. Failures that it has caused count.
-
-        Raises:
-            SyncError: More attempts have failed than this group may make.
         """
-        fault = self._manager.fault
-        if fault == "another" or (fault == "this" and not is_joining):
-            self._num_unexplained = 0
-            return
-        if self._had_too_few:
-            return
-        self._num_unexplained += 1
+        max_retries = self._state.settings.max_sync_retries
         if is_joining:
             limit = MAX_FAILED_JOINS - 1
         else:
             rank = self._manager.participating_rank() or 0
-            limit = self._max_retries + self._manager.num_participants() - 1 - rank
+            limit = max_retries + self._manager.num_participants() - 1 - rank
         if self._num_unexplained > limit:
             error = SyncError(
                 f"the sync after outer step {self._state.outer_step} did not commit in "
-                f"{self._num_unexplained} attempts, the last one because {self._cause}. Local "
+                f"{self._num_unexplained} attempts, the last one because {cause}. Local "
                 "parameters are kept. Check that the other replica groups and the lighthouse are "
-                f"alive, or raise max_sync_retries={self._max_retries}"
+                f"alive, or raise max_sync_retries={max_retries}"
             )
             # The others are in a quorum with this group, and must not wait for it.
             self._manager.report_error(error)
