@@ -147,8 +147,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._group.show_local()
         self._group.note_evaluation(metrics_of(state))
 
-    def eval_standalone_start(self, state: State, logger: Logger) -> None:
-        self._group.show_global()
+    eval_standalone_start = eval_before_all
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
         self._group.show_local()

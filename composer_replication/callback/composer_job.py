@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -30,6 +29,7 @@ from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.util.fence import fence
 
@@ -326,14 +326,13 @@ def _set_rates(group: dict[str, Any], rates: Rates) -> None:
             group[name] = rate
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
-    kind = type(value)
-    if kind in (dict, OrderedDict, Counter):
-        return _is_plain([*value.keys(), *value.values()])
-    if kind in (list, tuple):
-        return all(map(_is_plain, value))
-    return value is None or kind in (bool, int, float, str, Tensor)
+def _is_plain(state: dict[str, Any]) -> bool:
+    """Whether a heal can send this state."""
+    try:
+        load(memoryview(bytearray().join(dump(state))))
+    except Exception:  # what cannot be pickled raises errors of any class
+        return False
+    return True
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:

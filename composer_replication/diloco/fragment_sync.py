@@ -228,11 +228,10 @@ class FragmentSync:
         if self._stream is not None:  # it reads what the stream of training has computed
             self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with get_stream_context(self._stream):
-            table = PeerTable(self._manager, row, self.mean, self._leave_out)
             # The table is sent first, because a quantized mean sends more messages after the first
             # ones have arrived, and all groups must start their collectives in one order. It is
             # awaited last.
-            table.send()
+            table = PeerTable(self._manager, row, self.mean, self._leave_out)
             # Before the mean, since a quantized one starts collectives on a thread of its own.
             works = self.globals.copied.send(self._manager, self.device, self._buffers)
             if not self._manager.gathers:  # else they are gathered once the table has arrived
@@ -294,8 +293,8 @@ class FragmentSync:
             self.mean.sum_sound(manager, kept)
         return left_out
 
-    def perform_sync(self) -> bool:
-        """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
+    def perform_sync(self) -> None:
+        """Wait for the mean, vote, and on commit take the outer step."""
         with get_stream_context(self._stream):
             for work in self._works:
                 work.wait()
@@ -311,7 +310,6 @@ class FragmentSync:
             self.phase = Phase.COMMITTED
             self._step()
         self.unsynced.packed.local = None  # no longer in flight
-        return self.phase is Phase.COMMITTED
 
     def _step(self) -> None:
         globals_ = self.globals

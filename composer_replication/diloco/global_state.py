@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import logging
 import threading
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -87,10 +88,10 @@ class GlobalState:
 
         Where each rank holds a share, a look-up gathers the tensor: a collective of the ranks.
         """
-        homes: dict[str, GlobalParameters] = {}
+        homes = GlobalTensors()
         for fragment in self.fragments:
-            homes |= dict.fromkeys(fragment.tensors, fragment)
-        return GlobalTensors(homes)
+            homes.update(dict.fromkeys(fragment.tensors, fragment))
+        return homes
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of ``parameters`` in the order of their names.
@@ -452,24 +453,11 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class GlobalTensors(Mapping[str, Tensor]):
+class GlobalTensors(UserDict[str, Any]):
     """Global parameters by name, each gathered when it is asked for if the ranks share it.
 
-    Args:
-        homes: The global parameters of the fragment that each name belongs to.
+    ``data`` has the global parameters of the fragment that each name belongs to.
     """
 
-    def __init__(self, homes: Mapping[str, GlobalParameters]) -> None:
-        self._homes = homes
-
     def __getitem__(self, name: str) -> Tensor:
-        return self._homes[name].whole(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._homes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
+        return self.data[name].whole(name)

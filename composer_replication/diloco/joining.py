@@ -53,9 +53,8 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
     manager = loop.manager
     device = loop.fragments[0].device
     barrier = StartBarrier(manager, options, start_refusal)
+    manager.start_quorum()
     while True:
-        manager.start_quorum()
-        barrier.check_failures()
         if manager.current_step() == 0:
             if not barrier.vote_to_start(device):
                 manager.should_commit()  # it fails in all groups
@@ -74,7 +73,7 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
                 loop.finish_heal()
                 loop.set_torchft_step()
                 return False
-        barrier.wait()
+        barrier.form_quorum()
 
 
 def _prepare(loop: OuterLoop) -> None:

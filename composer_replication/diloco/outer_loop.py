@@ -85,7 +85,7 @@ class OuterLoop:
             for index in range(len(state.fragments))
         ]
         self._steps_lost = 0
-        self._synced_at = 0
+        self._steps_since_sync = 0
         self._has_unfinished_heal = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
@@ -100,11 +100,6 @@ class OuterLoop:
             ) from error
         manager.serve_state(state)
 
-    def resume(self, inner_steps: int) -> None:
-        """Continue the count of a checkpoint: inner steps of this group until then."""
-        self.inner_steps = inner_steps
-        self._synced_at = inner_steps
-
     # ---- a sync -----------------------------------------------------------------------------
 
     @property
@@ -116,6 +111,7 @@ class OuterLoop:
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
+        self._steps_since_sync += 1
         self.role = Role.ENDS if self.ends_with_next_step else Role.TRAINS
         rate = learning_rate(*self._inner_optimizers)
         for fragment in self.fragments:
@@ -140,7 +136,9 @@ class OuterLoop:
             fragment = self.in_flight or next_one
             if not agrees and not self.manager.errored():
                 # The peers of this rank need not wait for what it will not send.
-                self._report(ConnectionError("another rank of this group has not healed"))
+                self.manager.report_error(
+                    ConnectionError("another rank of this group has not healed")
+                )
             present = self.manager.num_participants()
             if not agrees or present < self.manager._min_replica_size:
                 # The vote will fail. Groups that wait for others would send all their parameters at
@@ -150,8 +148,8 @@ class OuterLoop:
             has_more = self.role is not Role.ENDS or self._leaves_steps(fragment)
             fragment.pack(is_joining=self.role is Role.JOINS)
             fragment.send(self._row(fragment, has_more))
-        except BaseException as error:
-            self._report(error)
+        except BaseException as error:  # Ctrl-C too: peers would wait until their timeout
+            self.manager.report_error(error)
             raise
 
     def _row(self, fragment: FragmentSync, has_more: bool) -> PeerRow:
@@ -176,23 +174,18 @@ class OuterLoop:
         others = [each for each in self.fragments if each is not fragment]
         return any(each.unsynced.has_more for each in others)
 
-    def perform_sync(self) -> bool:
-        """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
+    def perform_sync(self) -> None:
+        """Wait for the mean, vote, and on commit take the outer step."""
         fragment = self.in_flight
         assert fragment is not None, "it was prepared"
         try:
-            committed = fragment.perform_sync()
+            fragment.perform_sync()
         except BaseException as error:
             if fragment.phase is Phase.SENT:  # it failed before the vote
-                self._report(error)
+                self.manager.report_error(error)
             raise
         self.result = fragment.result
         self.clock.vote_over()
-        return committed
-
-    def _report(self, error: BaseException) -> None:
-        """Report an error of this group, or Ctrl-C: peers would wait for it until their timeout."""
-        self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
 
     def send(self) -> None:
         """Ask for a quorum, and send the next fragment."""
@@ -240,7 +233,7 @@ class OuterLoop:
             fragment.abandon()
             fragment.restore(fragment.unsynced.unsent)
             self.clock.read()
-            self._synced_at = self.inner_steps
+            self._steps_since_sync = 0
         else:
             self._account(fragment, retries.count)
         self.role = Role.TRAINS
@@ -284,7 +277,7 @@ class OuterLoop:
             self._recover(fragment)
         seconds = self.clock.read()
         self._choose_round_length(seconds)
-        self._synced_at = self.inner_steps
+        self._steps_since_sync = 0
         # A cold start, a resume of all groups and an end make no outer step. There is nothing to
         # report of them, but for the steps that the run's last sync drops.
         drops_steps = self.role is not Role.JOINS and self._steps_lost > 0
@@ -313,7 +306,7 @@ class OuterLoop:
         """Choose the number of inner steps before the next sync, from the time of the last ones."""
         if self._settings.round_seconds is None:
             return
-        steps = self.inner_steps - self._synced_at
+        steps = self._steps_since_sync
         if steps:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
@@ -357,12 +350,12 @@ class OuterLoop:
         self._forget_local(sick)
         self._take_global(sick)
         for optimizer in self._inner_optimizers:
-            _clear_state(optimizer, None if concerns_all else fragment)
+            _clear_state(optimizer, sick)
 
     def _forget_local(self, fragments: Sequence[FragmentSync]) -> None:
         """What was trained here since the last syncs of these fragments is lost."""
         self._steps_lost += max(fragment.unsynced.inner_steps for fragment in fragments)
-        self._synced_at = self.inner_steps
+        self._steps_since_sync = 0
         for fragment in fragments:
             fragment.forget_local()
 
@@ -419,7 +412,7 @@ class OuterLoop:
         nothing.
         """
         self._end_sync_early()
-        while not (self.result.is_over and self.inner_steps == self._synced_at):
+        while not (self.result.is_over and not self._steps_since_sync):
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
@@ -444,7 +437,7 @@ class OuterLoop:
                 self.end_sync()
 
 
-def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None) -> None:
+def _clear_state(optimizer: torch.optim.Optimizer, sick: Sequence[FragmentSync]) -> None:
     """Reset the inner optimizer's state: moments, and the perturbation that SAM would undo.
 
     A wrapper such as Composer's SAM has the optimizer that it wraps as ``base_optimizer``, and the
@@ -452,13 +445,11 @@ def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None
 
     Args:
         optimizer: The inner optimizer.
-        fragment: Whose state. None: all of it.
+        sick: The fragments whose state is reset.
     """
     each: Any = optimizer
     while isinstance(each, torch.optim.Optimizer):
-        if fragment is None:
-            each.state.clear()
-        else:
+        for fragment in sick:
             for tensor in fragment.globals.live.values():
                 each.state.pop(tensor, None)
         each = getattr(each, "base_optimizer", None)

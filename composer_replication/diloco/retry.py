@@ -234,7 +234,6 @@ class StartBarrier:
         self._waiting = Waiting("for replica groups", options.start_timeout_s, log_after_s=2.0)
         self._can_commit = True
         self._failures = 0
-        self._last_failure: str | None = None
 
     def vote_to_start(self, device: torch.device) -> bool:
         """Vote on the start with the other groups of this quorum.
@@ -283,38 +282,19 @@ class StartBarrier:
             log.warning("Starting although %s", situation)
         return True
 
-    def check_failures(self) -> None:
-        """Count a start that failed because of this group.
-
-        Called in the quorum after the failed start, since that quorum names the group at fault.
-
-        Raises:
-            TimeoutError: The start has failed ``MAX_FAILED_JOINS`` times because of this group.
-        """
-        failure = self._last_failure
-        self._last_failure = None
-        if failure is None or self._manager.fault == "another":
-            return
-        self._failures += 1
-        if self._failures == MAX_FAILED_JOINS:
-            raise TimeoutError(
-                f"the start has failed {self._failures} times because of this group, which leaves. "
-                f"The last time {failure}"
-            )
-
-    def wait(self) -> None:
-        """Wait ``START_POLL_S`` seconds after a start that did not commit.
+    def form_quorum(self) -> None:
+        """Wait ``START_POLL_S`` seconds after a start that did not commit, and form a quorum.
 
         Raises:
             TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
-                with.
+                with; or the start has failed ``MAX_FAILED_JOINS`` times because of this group.
         """
         error = _original(self._manager.errored())
-        cause = why_not_committed(self._manager)
         situation = str(error)
-        if not isinstance(error, StartPostponed):  # for example because a group has left again
+        is_failure = not isinstance(error, StartPostponed)
+        if is_failure:  # for example because a group has left again
+            cause = why_not_committed(self._manager)
             situation = f"the start did not commit: {cause}"
-            self._last_failure = situation
             log.warning("The start did not commit: %s", cause)
         options = self._options
         may_start = options.on_start_timeout == "start" and self._start_refusal is None
@@ -325,6 +305,15 @@ class StartBarrier:
             )
         self._waiting.log(lambda: situation)
         time.sleep(START_POLL_S)
+        self._manager.start_quorum()  # only this says which group has caused the failure
+        if not is_failure or self._manager.fault == "another":
+            return
+        self._failures += 1
+        if self._failures == MAX_FAILED_JOINS:
+            raise TimeoutError(
+                f"the start has failed {self._failures} times because of this group, which leaves. "
+                f"The last time {situation}"
+            )
 
 
 def why_not_committed(manager: DiLoCoManager) -> str:

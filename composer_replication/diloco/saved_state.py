@@ -51,7 +51,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     """
     state = loop.state
     state.resume(saved)
-    loop.resume(saved["inner_steps"])
+    loop.inner_steps = saved["inner_steps"]
     loop.round_length.load_state_dict(saved["round_length"])
     loop.usual_pace.load_state_dict(saved["usual_pace"])
     residual = saved["residual"]
