@@ -63,15 +63,15 @@ class Packed:
         """
         if not self.inner_steps:
             return 0.0
-        if weight_by in ("samples", "tokens") and not self.samples:
-            raise ValueError(
-                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
-                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
-            )
         if weight_by == "uniform":
             return 1.0
         if weight_by == "steps":
             return float(self.inner_steps)
+        if not self.samples:
+            raise ValueError(
+                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
+                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
+            )
         return float(self.samples)
 
 
@@ -183,7 +183,6 @@ class FragmentSync:
         self.phase = Phase.FAILED
         self._works = []
         self.mean.abandon()
-        self.unsynced.packed = Packed()
 
     def end(self) -> None:
         """End the sync in flight: what was sent is accounted for, or others have gone on."""
@@ -198,7 +197,6 @@ class FragmentSync:
         """Compute the pseudo-gradient. A joiner's is zero, with no weight."""
         self.phase = Phase.FAILED  # until it is sent
         self.is_joining = is_joining
-        self._works = []  # of an attempt that failed
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self._to_pack()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from composer_replication.diloco.equal_samples import as_number
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.torchft_api import STATE_NAME
@@ -105,15 +106,15 @@ class GlobalState:
         """Whether digests are compared at this outer step: at every ``every``-th one; 0: never."""
         return every > 0 and self.outer_step % every == 0
 
-    def digests_to_compare(self, every: int) -> list[str]:
-        """``fragment_digests``, if the next sync compares them; else empty strings.
+    def digests_to_compare(self, every: int) -> tuple[int, ...]:
+        """``fragment_digests`` as numbers, if the next sync compares them; else zeros.
 
         Args:
             every: See ``digest_is_due``. They are also compared after a heal and after a resume.
         """
         if self.digest_is_due(every) or self.compare_next or self.was_healed:
-            return self.fragment_digests()
-        return [""] * len(self.fragments)
+            return tuple(map(as_number, self.fragment_digests()))
+        return (0,) * len(self.fragments)
 
     def was_compared(self) -> None:
         """Note that a sync's groups have compared their states."""

@@ -173,7 +173,7 @@ class SyncClock:
         self._wait_limit_s = wait_limit_s
         self._began = time.monotonic()
         self._waiting_since = self._began
-        self._blocked_since: float | None = None
+        self._blocked_since = self._began
         self._blocked_s = 0.0
         self._waited_s = 0.0
 
@@ -187,7 +187,6 @@ class SyncClock:
                 yield
         finally:
             self._blocked_s += time.monotonic() - self._blocked_since
-            self._blocked_since = None
 
     def quorum_formed(self) -> None:
         """Record that the wait for a quorum is over."""
@@ -200,15 +199,16 @@ class SyncClock:
         self._hang_watch.note_progress()
 
     def read(self) -> SyncSeconds:
-        """Return where the time since the last call went, and start again from now."""
+        """Return where the time since the last call went, and start again from now.
+
+        Called while training is blocked: the sync that is accounted for has not ended yet.
+        """
         now = time.monotonic()
-        blocked_s = self._blocked_s
-        if self._blocked_since is not None:  # the sync that is accounted for has not ended yet
-            blocked_s += now - self._blocked_since
-            self._blocked_since = now
+        blocked_s = self._blocked_s + now - self._blocked_since
         trained_s = max(0.0, now - self._began - blocked_s)
         reading = SyncSeconds(blocked_s, self._waited_s, trained_s)
         self._began = now
+        self._blocked_since = now
         self._blocked_s = 0.0
         self._waited_s = 0.0
         return reading

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from composer_replication.diloco.equal_samples import FirstBatches, as_number
+from composer_replication.diloco.equal_samples import FirstBatches
 from composer_replication.diloco.fragment_sync import FragmentSync, Phase
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
@@ -155,7 +155,6 @@ class OuterLoop:
     def _row(self, fragment: FragmentSync, has_more: bool) -> PeerRow:
         """What this group reports to the others beside its message."""
         metrics = fragment.metrics(self.round_length.step_s)
-        digests = self.state.digests_to_compare(self._options.digest_every)
         return PeerRow(
             has_more=has_more,
             is_joining=fragment.is_joining,
@@ -164,18 +163,17 @@ class OuterLoop:
             metrics=metrics,
             samples=fragment.samples(),
             batches=self.first_batches.number() if metrics.contribution else 0,
-            digests=tuple(as_number(digest) if digest else 0 for digest in digests),
+            digests=self.state.digests_to_compare(self._options.digest_every),
         )
 
     def _leaves_steps(self, fragment: FragmentSync) -> bool:
         """Whether inner steps remain to be sent after this fragment, which is sent next."""
-        if fragment.unsynced.has_more_than_unsent:
-            return True
-        others = [each for each in self.fragments if each is not fragment]
-        return any(each.unsynced.has_more for each in others)
+        return fragment.unsynced.has_more_than_unsent or any(
+            each.unsynced.has_more for each in self.fragments if each is not fragment
+        )
 
-    def perform_sync(self) -> None:
-        """Wait for the mean, vote, and on commit take the outer step."""
+    def perform_sync(self) -> FragmentSync:
+        """Wait for the mean, vote, and on commit take the outer step. Returns the fragment."""
         fragment = self.in_flight
         assert fragment is not None, "it was prepared"
         try:
@@ -186,6 +184,7 @@ class OuterLoop:
             raise
         self.result = fragment.result
         self.clock.vote_over()
+        return fragment
 
     def send(self) -> None:
         """Ask for a quorum, and send the next fragment."""
@@ -196,8 +195,7 @@ class OuterLoop:
         """End the sync that ``send`` has begun. One that a resume came too late for is sent now."""
         if any(each.phase is Phase.RESTORED for each in self.fragments):
             self.send()
-        self.perform_sync()
-        self.finish_sync()
+        self.finish_sync(self.perform_sync())
 
     def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
@@ -209,28 +207,26 @@ class OuterLoop:
         """Run one sync whose quorum has been formed, and retry it until it commits."""
         self.role = role
         self.prepare_sync()
-        self.perform_sync()
-        self.finish_sync()
+        self.end_sync()
 
-    def finish_sync(self) -> None:
+    def finish_sync(self, fragment: FragmentSync) -> None:
         """Retry the sync until it commits, then report it.
+
+        Args:
+            fragment: The one of the first attempt. After a heal the next one is synchronised.
 
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
         retries = SyncRetries(self.manager, self.state, self._options.give_up_after_s)
-        while True:
-            fragment = self.in_flight
-            if fragment is not None and fragment.phase is Phase.COMMITTED:
-                break
-            self._retry(retries)
+        while fragment.phase is not Phase.COMMITTED:
+            fragment = self._retry(retries)
         self.manager.asks_to_gather = False
         fragment.end()
         self.set_torchft_step()
         if fragment.is_joining and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
-            fragment.abandon()
             fragment.restore(fragment.unsynced.unsent)
             self.clock.read()
             self._steps_since_sync = 0
@@ -238,7 +234,7 @@ class OuterLoop:
             self._account(fragment, retries.count)
         self.role = Role.TRAINS
 
-    def _retry(self, retries: SyncRetries) -> None:
+    def _retry(self, retries: SyncRetries) -> FragmentSync:
         """Make another attempt at a sync, in another quorum."""
         manager = self.manager
         present = manager.num_participants()
@@ -255,7 +251,7 @@ class OuterLoop:
         # If a peer has committed the sync, this quorum has healed this group, and the next fragment
         # is sent.
         self.prepare_sync()
-        self.perform_sync()
+        return self.perform_sync()
 
     def set_torchft_step(self) -> None:
         """Set torchft's step to that of the next sync. After an outer step it is that already.

@@ -239,10 +239,9 @@ class StartBarrier:
         """Vote on the start with the other groups of this quorum.
 
         With fewer groups than ``min_replica_size`` no group votes yes: a start sends all
-        parameters, and could not commit.
-
-        The groups start if one votes yes and none has a veto. All see the same sum of the votes, so
-        they start together or not at all, however long each has been waiting.
+        parameters, and could not commit. The groups start if one votes yes and none has a veto. All
+        see the same sum of the votes, so they start together or not at all, however long each has
+        been waiting.
 
         Args:
             device: Where the votes are summed.
@@ -255,28 +254,28 @@ class StartBarrier:
             NothingToContinueFromError: This group must not start, and every group that could hold
                 the run's state is connected.
         """
+        manager = self._manager
         options = self._options
-        num_present = self._manager.num_participants()
+        num_present = manager.num_participants()
         is_enough = num_present >= options.num_awaited
         starts_late = options.on_start_timeout == "start" and self._waiting.is_late
-        self._can_commit = num_present >= self._manager._min_replica_size
-        vetoes = self._start_refusal is not None and self._manager.current_step() == 0
+        self._can_commit = num_present >= manager._min_replica_size
+        vetoes = self._start_refusal is not None and manager.current_step() == 0
         is_yes = self._can_commit and (is_enough or starts_late)
-        # Summed, so that all groups see the same votes, and start together or not at all.
         votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
-        self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
-        if self._manager.errored() is not None:
+        manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
+        if manager.errored() is not None:
             return False
         situation = f"{num_present} of {options.num_awaited} replica groups are connected"
         if not self._can_commit:
-            situation += f", and min_replica_size={self._manager._min_replica_size}"
+            situation += f", and min_replica_size={manager._min_replica_size}"
         num_yes, num_vetoes = votes.tolist()
         if vetoes:
             situation += f", and none of them has the run's state. {self._start_refusal}"
             if is_enough:
                 raise NothingToContinueFromError(situation)
         if num_vetoes or not num_yes:
-            self._manager.report_error(StartPostponed(situation))
+            manager.report_error(StartPostponed(situation))
             return False
         if not is_enough:
             log.warning("Starting although %s", situation)
