@@ -60,11 +60,12 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._job.averages.group = self._group
         self._manager = manager
         self._is_loading = False
-        self._unhandled = set()
-        for event in Event:
-            own = getattr(type(self), event.value)  # a subclass may have more handlers than this
-            if own is getattr(Callback, event.value):
-                self._unhandled.add(event)
+        handlers = type(self)  # a subclass may have more than this class
+        self._unhandled = {
+            event
+            for event in Event
+            if getattr(handlers, event.value) is getattr(Callback, event.value)
+        }
         name_the_node()
 
     # ---- Composer's events, in the order in which they come ---------------------------------

@@ -238,8 +238,7 @@ class ComposerJob(Host):
             states.append((type(scheduler).__name__, state if _is_plain(state) else None))
         rates = []
         for group in self.optimizer.param_groups:
-            names = [name for name in ("lr", "initial_lr") if name in group]
-            rates.append({name: float(group[name]) for name in names})
+            rates.append({n: float(group[n]) for n in ("lr", "initial_lr") if n in group})
         return states, rates
 
     def load_schedules(self, states: list[SchedulerState], rates: list[Rates]) -> bool:

@@ -123,10 +123,7 @@ class WeightAverages(Averages):
             return live
         kept = self._kept.named_parameters_dict | self._kept.named_buffers_dict
         prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
-        local = {}
-        for name, tensor in live.items():
-            local[name] = held_tensor(kept.get(prefix + name, tensor))
-        return local
+        return {name: held_tensor(kept.get(prefix + name, own)) for name, own in live.items()}
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.

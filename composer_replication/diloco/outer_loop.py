@@ -408,7 +408,7 @@ class OuterLoop:
         nothing.
         """
         self._end_sync_early()
-        while not (self.result.is_over and not self._steps_since_sync):
+        while self._steps_since_sync or not self.result.is_over:
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
