@@ -71,7 +71,6 @@ class OuterLoop:
     ) -> None:
         self.manager = manager
         self.state = state
-        self._settings = state.settings
         self._options = options
         self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, manager.longest_wait_s)
@@ -300,7 +299,7 @@ class OuterLoop:
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
         """Choose the number of inner steps before the next sync, from the time of the last ones."""
-        if self._settings.round_seconds is None:
+        if self.state.settings.round_seconds is None:
             return
         steps = self._steps_since_sync
         if steps:
@@ -330,7 +329,7 @@ class OuterLoop:
         concerns_all = len(sick) == len(self.fragments)
         for each in sick:
             each.unsound_in_a_row += 1
-        if fragment.unsound_in_a_row > self._settings.max_sync_retries:
+        if fragment.unsound_in_a_row > self.state.settings.max_sync_retries:
             raise SyncError(
                 f"this group's pseudo-gradient was not sound in {fragment.unsound_in_a_row} syncs "
                 f"in a row, the last one outer step {self.state.outer_step}: it leaves, and the "
