@@ -92,9 +92,9 @@ class DiLoCoCallback(ShowsGroup, Callback):
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,
         # and iterates over a copy of this list.
-        loggers = [each for each in state.callbacks if isinstance(each, LoggerDestination)]
-        rest = [each for each in state.callbacks if each not in (self, *loggers)]
-        state.callbacks[:] = [*loggers, self, *rest]
+        state.callbacks.sort(
+            key=lambda each: (not isinstance(each, LoggerDestination), each is not self)
+        )
 
     def before_load(self, state: State, logger: Logger) -> None:
         self._group.ask_coordinator()

@@ -73,8 +73,9 @@ class ComposerJob(Host):
         self.averages.before_join()
         self.losses = []
         trainer = trainer_in_fit()
-        by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
-        self._steps_by_epoch = by_epoch
+        self._steps_by_epoch = (
+            trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
+        )
         self._has_warned = False
         self._is_new = self.steps == 0
         self._ends_by_epoch = self.epochs < math.inf
@@ -287,7 +288,7 @@ class ComposerJob(Host):
         """
         epoch = saved["timestamp"]["epoch"] + saved["ends_epoch"]
         ends_at = saved["ends_at"]
-        self._adopt(_counts(self.state.timestamp), epoch)
+        self._adopt({}, epoch)
         if self._ends_by_epoch and ends_at is not None:
             self.state.max_duration = f"{ends_at}ba"
             log.info("Beginning in epoch %d, ending at batch %d with the others", epoch, ends_at)

@@ -252,16 +252,16 @@ class FragmentSync:
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
             return GroupMetrics(step_s=step_s)
-        usual_pace = self._usual_pace.at(self.unsynced.packed.learning_rate)
+        packed = self.unsynced.packed
         return GroupMetrics(
             step_s=step_s,
             contribution=mean.contribution,
             norm=mean.norm,
             sent_norm=mean.sent_norm,
             moved=mean.moved,
-            inner_steps=self.unsynced.packed.inner_steps,
+            inner_steps=packed.inner_steps,
             pace=self._pace,
-            usual_pace=usual_pace,
+            usual_pace=self._usual_pace.at(packed.learning_rate),
         )
 
     @property

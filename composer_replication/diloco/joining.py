@@ -103,7 +103,7 @@ def share_initial_parameters(loop: OuterLoop) -> bool:
         ValueError: This is the first group, and its initial parameters are not finite.
     """
     manager = loop.manager
-    weight = 1.0 if manager.participating_rank() == 0 else 0.0
+    weight = float(manager.participating_rank() == 0)
     means = [_mean_of_local(fragment, weight) for fragment in loop.fragments]
     works: list[Any] = []
     for mean in means:
