@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -83,7 +83,6 @@ class Unsynced:
         inner_steps: Inner steps since the last sync.
         samples: The samples or tokens of these steps.
         learning_rates: The sum of the learning rates of these steps.
-        packed: What the last pseudo-gradient was computed from.
         unsent: What was in flight in the checkpoint that this group resumes from, until it has been
             sent again; else None.
     """
@@ -91,7 +90,6 @@ class Unsynced:
     inner_steps: int = 0
     samples: int = 0
     learning_rates: float | Tensor = 0.0
-    packed: Packed = field(default_factory=Packed)
     unsent: Packed | None = None
 
     def count(self, samples: int, learning_rate: float | Tensor) -> None:
@@ -140,6 +138,7 @@ class FragmentSync:
 
     Attributes:
         phase: How far its sync is.
+        packed: What the last pseudo-gradient was computed from.
         is_joining: Whether this group contributed nothing to the last sync, since it joined.
         result: What the groups of the last sync have reported to each other.
     """
@@ -169,6 +168,7 @@ class FragmentSync:
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []
         self.unsynced = Unsynced()
+        self.packed = Packed()
         self._buffers: list[Tensor] = []
         self.phase = Phase.IDLE
         self.is_joining = False
@@ -182,6 +182,7 @@ class FragmentSync:
         """Forget the sync in flight. Its mean and its memory are not used again."""
         self.phase = Phase.FAILED
         self._works = []
+        self.packed = Packed()
         self.mean.abandon()
 
     def end(self) -> None:
@@ -200,7 +201,7 @@ class FragmentSync:
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self._to_pack()
-        self.unsynced.packed = packed
+        self.packed = packed
         local = packed.local or self.globals.local()
         odd_globally, odd_here = self.globals.not_finite(local)
         odd = odd_globally | odd_here
@@ -240,7 +241,7 @@ class FragmentSync:
     def samples(self) -> SyncedSamples:
         """How far this group's sample stream is in the model once this sync has committed."""
         return self._state.ledger.send(
-            self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
+            self.fragment_id, self.packed.position, self.mean.contribution > 0
         )
 
     def metrics(self, step_s: float) -> GroupMetrics:
@@ -252,21 +253,20 @@ class FragmentSync:
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
             return GroupMetrics(step_s=step_s)
-        packed = self.unsynced.packed
         return GroupMetrics(
             step_s=step_s,
             contribution=mean.contribution,
             norm=mean.norm,
             sent_norm=mean.sent_norm,
             moved=mean.moved,
-            inner_steps=packed.inner_steps,
+            inner_steps=self.packed.inner_steps,
             pace=self._pace,
-            usual_pace=self._usual_pace.at(packed.learning_rate),
+            usual_pace=self._usual_pace.at(self.packed.learning_rate),
         )
 
     @property
     def _pace(self) -> float:
-        return self.mean.moved_each / max(1, self.unsynced.packed.inner_steps)
+        return self.mean.moved_each / max(1, self.packed.inner_steps)
 
     def _leave_out(self, sound: Mapping[int, GroupMetrics]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
@@ -307,7 +307,7 @@ class FragmentSync:
         if self._manager.should_commit():
             self.phase = Phase.COMMITTED
             self._step()
-        self.unsynced.packed.local = None  # no longer in flight
+        self.packed.local = None  # no longer in flight
 
     def _step(self) -> None:
         globals_ = self.globals
@@ -360,7 +360,7 @@ class FragmentSync:
         A join without an outer step changes nothing.
         """
         unsynced = self.unsynced
-        packed = unsynced.packed
+        packed = self.packed
         if self.is_joining and not self.mean.total:
             return
         if self.mean.contribution > 0:

@@ -70,8 +70,7 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """
     if fragment is None:
         return None
-    unsynced = fragment.unsynced
-    packed = unsynced.packed if fragment.phase is Phase.SENT else unsynced.unsent
+    packed = fragment.packed if fragment.phase is Phase.SENT else fragment.unsynced.unsent
     if packed is None or packed.local is None:
         return None
     local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
