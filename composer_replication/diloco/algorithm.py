@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 from torchft.manager import Manager
 
+from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
 from composer_replication.diloco.construction import give_settings, log_sizes, own_fragments
 from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.fragments import (
@@ -32,7 +33,7 @@ from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
 from composer_replication.diloco.wrapped import own_model, own_optimizers
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
@@ -70,7 +71,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     until they are connected. Leaving it removes the hooks from the inner optimizer.
 
     Args:
-        manager: What ``make_manager`` returns.
+        manager: A torchft Manager with ``use_async_quorum=False``, see ``make_manager``.
         model_fragments: The model, or a sequence of modules with one per fragment. DDP, Fabric and
             ``torch.compile`` may have wrapped it.
         inner_optimizer: Trains the local parameters. Each of its steps is an inner step. Several
@@ -104,21 +105,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
     """
 
-    counts_steps = True
-    has_joined_others = False
-    _samples = 0
-    _others_have_stepped = False
-    """Whether one whose steps are not counted has stepped since the last inner step."""
-    _backwards: float = 0
-    """Backward passes since the last inner step."""
-    _seen = Tensor()
-    """Some of the weights, as they were at the last of these comparisons."""
-
     # Settings and options arrive as two objects. The DiLoCo of plain_loop.py, which scripts import,
     # takes them by name.
     def __init__(
         self,
-        manager: DiLoCoManager,
+        manager: DiLoCoManager | Manager,
         model_fragments: nn.Module | Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
@@ -131,6 +122,13 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     ) -> None:
         if settings.overlap_warning:
             warnings.warn(settings.overlap_warning, stacklevel=3)
+        manager = as_diloco_manager(manager)
+        if manager._use_async_quorum:
+            raise ValueError(
+                "the manager has use_async_quorum=True, and a sync needs the quorum's answer before"
+                " it sends: make it with use_async_quorum=False, or with make_manager"
+            )
+        check_can_quantize(manager, settings.wire_format)
         if isinstance(model_fragments, nn.Module):
             model_fragments, ranks_of_ddp = own_model(model_fragments)
             ranks = ranks or ranks_of_ddp
@@ -160,6 +158,15 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         )
         self._steps_left = self._outer.steps_before_sync
         """Inner steps until the next outer step."""
+        self.counts_steps = True
+        self.has_joined_others = False
+        self._samples = 0
+        self._others_have_stepped = False
+        """Whether one whose steps are not counted has stepped since the last inner step."""
+        self._backwards: float = 0
+        """Backward passes since the last inner step."""
+        self._seen = Tensor()
+        """Some of the weights, as they were at the last of these comparisons."""
 
     # ---- the schedule -----------------------------------------------------------------------
 
@@ -258,8 +265,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         for other in self._inner_optimizers[1:]:
             self._hooks.append(other.register_step_post_hook(self._note_other_step))
         trained: list[Tensor] = []
-        for group in self._local_optimizer.param_groups:
-            trained += [each for each in group["params"] if each.requires_grad]
+        for fragment in self._outer.fragments:
+            averaged = fragment.globals.averaged.values()
+            trained += [tensor for tensor in averaged if tensor.requires_grad]
         if trained:
             hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
             self._hooks.append(hook)

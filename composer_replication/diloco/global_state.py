@@ -20,7 +20,7 @@ from composer_replication.diloco.equal_samples import as_number
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.torchft_api import STATE_NAME
-from composer_replication.settings import DiLoCoSettings, adopt_changes
+from composer_replication.settings import DiLoCoSettings, adopt_changes, compare_fingerprints
 
 log = logging.getLogger(__name__)
 
@@ -260,17 +260,20 @@ class GlobalState:
         """Drop what ``stage`` has prepared, and free its memory."""
         self._staged = None
 
-    def take_over(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned in another group, which has the same settings.
+    def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
+        """Load what ``state_dict`` returned in another group.
 
         Raises:
-            ValueError: A tensor is missing or has another shape or dtype.
+            SettingsMismatch: That group has other settings, or another model.
         """
         staged = self._staged
         if staged is not None and staged.name != state_dict.get(STATE_NAME):
             staged = None  # the others have committed since
         with self.changing():
+            theirs = dict(state_dict["settings"])
+            compare_fingerprints(self.fingerprint, theirs, whose)
             self._load(state_dict, NONE_COPIED if staged is None else staged.numbers)
+            self.fingerprint = theirs
             self.was_healed = True
         if staged is not None:
             self._digests = self.version, staged.digests

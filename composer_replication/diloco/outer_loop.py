@@ -371,7 +371,7 @@ class OuterLoop:
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""
-        self.state.take_over(state)
+        self.state.take_over(state, "the replica groups in training")
         log.info("Took over the global state after outer step %d", self.state.outer_step)
         if self.in_flight is not None:  # the others have committed it without this group
             self.in_flight.abandon()

@@ -7,7 +7,7 @@ names that we use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 from torch.distributed import ReduceOp
@@ -35,6 +35,7 @@ class DiLoCoManager(Protocol):
             not summed.
     """
 
+    _use_async_quorum: bool
     _min_replica_size: int
     num_replicas: int | None
     settings: dict[str, Any]
@@ -96,17 +97,57 @@ class DiLoCoManager(Protocol):
         ...
 
 
-def check_manager(manager: Any) -> None:
-    """Check that a manager has what ``DiLoCo`` needs.
+class StockManager:
+    """Makes torchft's own Manager a ``DiLoCoManager``.
 
-    Raises:
-        ValueError: It is torchft's own, whose groups send each other no reports.
+    Its groups send each other no reports. So nobody compares settings, names a group at fault,
+    gathers messages, or fetches the state before the quorum.
+
+    Args:
+        stock: torchft's Manager. What this class does not have is the stock manager's.
     """
-    if not hasattr(manager, "all_gather"):
-        raise ValueError(
-            f"{type(manager).__name__} cannot compare settings, name a group at fault or check "
-            "what arrives: build the manager with composer_replication.make_manager"
-        )
+
+    def __init__(self, stock: Any) -> None:
+        self.stock = stock
+        self.num_replicas = None
+        self.settings: dict[str, Any] = {}
+        self.asks_to_gather = False
+        self.members = ()
+        self.gathers = False
+        self.fault = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stock, name)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Both timeouts: that of a quorum, and that of a collective."""
+        return (self.stock._quorum_timeout + self.stock._timeout).total_seconds()
+
+    def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
+        """Gather by an allreduce, since torchft's Manager has nothing else.
+
+        A group could write into another's part.
+        """
+        rank = self.stock.participating_rank()
+        gathered.zero_()
+        gathered.view(-1, own.numel())[rank] = own
+        return self.stock.allreduce(gathered, reduce_op=ReduceOp.SUM)
+
+    def fetched_state(self) -> None:
+        """No state: joiners get theirs in the quorum."""
+
+    def serve_state(self, source: Any) -> None:
+        """Serve nothing: torchft serves it in the quorum."""
+
+    def on_other_datasets(self) -> list[str]:
+        """No groups: they do not tell each other what they divide."""
+        return []
+
+
+def as_diloco_manager(manager: Any) -> DiLoCoManager:
+    """Return the manager itself, or torchft's own as a ``StockManager``."""
+    return manager if hasattr(manager, "all_gather") else cast(DiLoCoManager, StockManager(manager))
 
 
 class Then(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torchft.manager import Manager
 
 from composer_replication.arguments import among, check_names, shows
 from composer_replication.diloco import algorithm
@@ -16,7 +17,7 @@ from composer_replication.diloco.algorithm import SyncReport
 from composer_replication.diloco.construction import check_outer_settings
 from composer_replication.diloco.fragments import whole_model
 from composer_replication.diloco.outer_optimizer import OuterOptimizer
-from composer_replication.diloco.torchft_api import DiLoCoManager, check_manager
+from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.losses import Losses
@@ -77,7 +78,7 @@ class DiLoCo(algorithm.DiLoCo):
     @shows(DiLoCoKeywords)
     def __init__(
         self,
-        manager: DiLoCoManager,
+        manager: DiLoCoManager | Manager,
         model_fragments: nn.Module | Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
@@ -98,7 +99,7 @@ class DiLoCo(algorithm.DiLoCo):
         settings = DiLoCoSettings(**own)
         if outer_optimizer is not None:
             check_outer_settings(named, settings)
-        check_manager(manager)
+        manager = as_diloco_manager(manager)
         options = ReplicaOptions(**among(named, SyncKeywords))
         if options.num_replicas is None:  # it was an argument of make_manager
             options = replace(options, num_replicas=manager.num_replicas)

@@ -21,6 +21,7 @@ from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.fragments import synced_tensors
+from composer_replication.diloco.torchft_api import as_diloco_manager
 from composer_replication.group.call_watch import when_over
 from composer_replication.group.checkpoint import theta_of
 from composer_replication.group.continuation import Continuation
@@ -198,6 +199,7 @@ class ReplicaGroup:
         backend = backend_for(next(host.model.parameters()).device, options.backend)
         if manager is None:
             manager = connect(replace(options, backend=backend))
+        manager = as_diloco_manager(manager)
         self.manager = manager
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):

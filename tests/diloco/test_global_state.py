@@ -11,7 +11,7 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.torchft_api import STATE_NAME
-from composer_replication.settings import FIXED, DiLoCoSettings
+from composer_replication.settings import FIXED, DiLoCoSettings, SettingsMismatch
 
 CPU = torch.device("cpu")
 OUTER = {
@@ -78,8 +78,8 @@ def test_a_heal_from_a_staged_state_is_that_from_any_other(donor, joiner, outer)
     joiner.stage(sent)
     assert joiner.numbers() == before and joiner.outer_step == 0
     for _ in range(2):  # the second heal is from what it is given
-        plain.take_over(sent)
-        joiner.take_over(sent)
+        plain.take_over(sent, "a test")
+        joiner.take_over(sent, "a test")
         for _ in range(3):
             assert joiner.numbers() == plain.numbers() == donor.numbers()
             assert joiner.digest() == donor.digest()
@@ -97,7 +97,7 @@ def test_the_heal_copies_and_hashes_nothing(donor, joiner, monkeypatch):
         for tensor in saved["theta"].values():
             tensor.fill_(float("nan"))  # whatever is copied now is wrong
     monkeypatch.setattr("composer_replication.diloco.global_state.digest_of_tensors", None)
-    joiner.take_over(again)
+    joiner.take_over(again, "a test")
     assert joiner.fragment_digests() == digests
     monkeypatch.undo()
     assert joiner.numbers() == donor.numbers()
@@ -106,16 +106,26 @@ def test_the_heal_copies_and_hashes_nothing(donor, joiner, monkeypatch):
     assert joiner.fragment_digests() == donor.fragment_digests() != digests
 
 
-@pytest.mark.parametrize("has_name", [True, False])  # a simulation gives none
+@pytest.mark.parametrize("has_name", [True, False])  # torchft's own manager gives none
 def test_a_later_state_is_taken_over_as_if_nothing_had_been_staged(donor, joiner, has_name):
     joiner.stage(downloaded(donor.state_dict()))
     donor.take_outer_step()
     later = donor.state_dict()
-    joiner.take_over(downloaded(later, "the second") if has_name else later)
+    joiner.take_over(downloaded(later, "the second") if has_name else later, "a test")
     donor.take_outer_step()
     joiner.take_outer_step()
     assert joiner.numbers() == donor.numbers()
     assert joiner.fragment_digests() == donor.fragment_digests()
+
+
+def test_of_another_model_nothing_is_staged_and_the_heal_says_so(donor, outer):
+    joiner = State(1, outer, model="another model")
+    sent = downloaded(donor.state_dict())
+    for saved in sent["fragments"]:
+        saved["theta"].clear()
+    joiner.stage(sent)
+    with pytest.raises(SettingsMismatch, match="model: 'another model' here, 'a model' there"):
+        joiner.take_over(sent, "a test")
 
 
 def test_a_state_without_a_tensor_is_left_to_the_heal_too(donor, joiner):
@@ -124,13 +134,13 @@ def test_a_state_without_a_tensor_is_left_to_the_heal_too(donor, joiner):
     joiner.stage(sent)
     assert joiner.numbers() == before
     with pytest.raises(ValueError, match="global parameter third of a .* received state is miss"):
-        joiner.take_over(sent)
+        joiner.take_over(sent, "a test")
 
 
 def test_a_state_is_a_copy_and_what_was_loaded_is_its_own(donor, joiner):
     # A joiner's next download may be written into the memory of the one before.
     sent, at = donor.state_dict(), donor.numbers()
-    joiner.take_over(sent)
+    joiner.take_over(sent, "a test")
     donor.take_outer_step()
     for saved in sent["fragments"]:
         for state in (saved["theta"], *saved["optimizer"]["state"].values()):

@@ -1,11 +1,17 @@
 """What is taken for a hang and what is not, each in a process of its own, which it may end."""
 
+import math
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+
+from composer_replication.diloco.torchft_api import StockManager
+from composer_replication.replica.single_group import SingleGroupManager
 
 # Of half a second: when others have the processor, a busy process is taken for an idle one.
 pytestmark = [pytest.mark.integration, pytest.mark.alone]
@@ -69,6 +75,12 @@ NO_HANG = {
 def test_no_hang_is(training):
     ended, _ = run(training + "\nprint('went on')")
     assert ended.stdout == "went on\n", ended.stderr
+
+
+def test_a_wait_of_a_sync_is_as_long_as_the_managers_timeouts():
+    seconds = {"_quorum_timeout": timedelta(seconds=30), "_timeout": timedelta(seconds=5)}
+    assert StockManager(SimpleNamespace(**seconds)).longest_wait_s == 35.0
+    assert SingleGroupManager().longest_wait_s == math.inf
 
 
 def test_a_process_that_was_stopped_for_long_has_not_hung():

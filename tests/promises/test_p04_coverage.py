@@ -260,9 +260,11 @@ def test_steps_that_are_not_training_do_not_count():
     assert run(1, replica, sync_every=2) == [(2, 1)]
 
 
-def test_two_diloco_on_one_manager_are_refused():
+def test_two_diloco_on_one_manager_and_an_async_quorum_are_refused():
     def replica(sim):
         Group(sim)
         assert "has a DiLoCo already" in attempt(Group)(sim)  # torchft: AssertionError ''
+        sim.manager._use_async_quorum = True
+        assert "use_async_quorum=False" in attempt(Group)(sim)
 
     simulate(replica, num_replicas=1)

@@ -19,13 +19,28 @@ from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.averaging.wire_formats import make_wire_format
 from composer_replication.diloco.averaging.wire_sizes import PART
 from composer_replication.diloco.flat_chunks import Layout, Squares
-from composer_replication.diloco.torchft_api import DiLoCoManager
+from composer_replication.diloco.torchft_api import DiLoCoManager, StockManager
 from composer_replication.settings import WIRE_FORMATS
 
 LEAST_MESSAGES = 4
 """The least number of messages in a sync. gloo does not receive while it sends an all-gather or
 all-to-all: over 100 Mbit/s a single one takes 1.5 or 1.8 times as long as an allreduce that sends
 as much, four at a time 1.1 or 1.2 (``benchmarks/slow_links/messages.py``)."""
+
+
+def check_can_quantize(manager: DiLoCoManager, wire_format: str) -> None:
+    """Check that a manager has what a wire format needs.
+
+    Raises:
+        ValueError: It lacks it; torchft's own manager has only an allreduce.
+    """
+    if wire_format != WIRE_FORMATS[0] and isinstance(manager, StockManager):
+        raise ValueError(
+            f"wire_format={wire_format!r} needs all_to_all and all_gather, which "
+            f"{type(manager.stock).__name__} has not: build it with "
+            "composer_replication.replica.factory.make_manager, "
+            "or use wire_format='float32'"
+        )
 
 
 class QuantizedMean(WeightedMean):

@@ -4,14 +4,17 @@ What is exact is held exactly: the same bits in every group, and that with error
 lost, only late: the sum of all means is that of the true ones but for what is still kept back.
 """
 
+import pkgutil
+import re
 from functools import partial
 
 import pytest
 import torch
-from common import Constant, written
+from common import Constant, TinyMLP, written
 from harness.groups import run
+from torch.distributed import ReduceOp
 
-from composer_replication import simulate
+from composer_replication import DiLoCo, simulate
 from composer_replication.diloco.averaging.quantized_mean import QuantizedMean
 from composer_replication.diloco.averaging.wire_sizes import PART
 from composer_replication.diloco.division import Division
@@ -206,6 +209,25 @@ def test_reported_bytes_are_those_of_the_format_whatever_the_number_of_groups(
     for report in run(groups, replica, num_replicas=groups, **settings):
         assert report.bytes_float32 == 4 * (1_000_077 + 1)
         assert ratio <= report.bytes_sent / report.bytes_float32 <= ratio * allowed
+
+
+# ---- under DiLoCo -----------------------------------------------------------------------------
+
+
+def test_a_manager_that_can_only_sum_is_refused_before_anybody_waits():
+    class Summing:
+        _use_async_quorum = False
+
+        def allreduce(self, tensor, should_quantize=False, reduce_op=ReduceOp.AVG):
+            raise AssertionError("nothing is to be sent")
+
+    model = TinyMLP()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    message = r"wire_format='int8' needs all_to_all .* Summing has not: build it with (\S+), or"
+    with pytest.raises(ValueError, match=message) as error:
+        DiLoCo(Summing(), model, inner, wire_format="int8")
+    named = re.search(message, str(error.value))
+    assert named is not None and callable(pkgutil.resolve_name(named[1]))
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)
