@@ -60,11 +60,12 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._job.averages.group = self._group
         self._manager = manager
         self._is_loading = False
-        self._unhandled = set()
-        for event in Event:
-            own = getattr(type(self), event.value)  # a subclass may have more handlers than this
-            if own is getattr(Callback, event.value):
-                self._unhandled.add(event)
+        handlers = type(self)  # a subclass may have more than this class
+        self._unhandled = {
+            event
+            for event in Event
+            if getattr(handlers, event.value) is getattr(Callback, event.value)
+        }
         name_the_node()
 
     # ---- Composer's events, in the order in which they come ---------------------------------
@@ -91,9 +92,9 @@ class DiLoCoCallback(ShowsGroup, Callback):
         # weights from before the final sync, and would export another model than the run's; the
         # other groups would also wait for it, and for its close. Composer runs loggers separately,
         # and iterates over a copy of this list.
-        loggers = [each for each in state.callbacks if isinstance(each, LoggerDestination)]
-        rest = [each for each in state.callbacks if each not in (self, *loggers)]
-        state.callbacks[:] = [*loggers, self, *rest]
+        state.callbacks.sort(
+            key=lambda each: (not isinstance(each, LoggerDestination), each is not self)
+        )
 
     def before_load(self, state: State, logger: Logger) -> None:
         self._group.ask_coordinator()
@@ -147,8 +148,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._group.show_local()
         self._group.note_evaluation(metrics_of(state))
 
-    def eval_standalone_start(self, state: State, logger: Logger) -> None:
-        self._group.show_global()
+    eval_standalone_start = eval_before_all
 
     def eval_standalone_end(self, state: State, logger: Logger) -> None:
         self._group.show_local()

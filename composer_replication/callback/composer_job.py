@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -30,6 +29,7 @@ from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.group.host import Host
 from composer_replication.group.replica_group import ReplicaGroup
+from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.replica.ranks import ask_on_rank_0
 from composer_replication.util.fence import fence
 
@@ -73,8 +73,9 @@ class ComposerJob(Host):
         self.averages.before_join()
         self.losses = []
         trainer = trainer_in_fit()
-        by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
-        self._steps_by_epoch = by_epoch
+        self._steps_by_epoch = (
+            trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
+        )
         self._has_warned = False
         self._is_new = self.steps == 0
         self._ends_by_epoch = self.epochs < math.inf
@@ -88,13 +89,7 @@ class ComposerJob(Host):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        optimizers = self.state.optimizers
-        if len(optimizers) != 1:
-            raise ValueError(
-                f"{len(optimizers)} optimizers: DiLoCo trains with exactly one. Pass the Trainer "
-                "one optimizer over all parameters"
-            )
-        return optimizers[0]
+        return self.state.optimizers[0]  # Composer refuses several
 
     @property
     def loader(self) -> object:
@@ -238,8 +233,7 @@ class ComposerJob(Host):
             states.append((type(scheduler).__name__, state if _is_plain(state) else None))
         rates = []
         for group in self.optimizer.param_groups:
-            names = [name for name in ("lr", "initial_lr") if name in group]
-            rates.append({name: float(group[name]) for name in names})
+            rates.append({n: float(group[n]) for n in ("lr", "initial_lr") if n in group})
         return states, rates
 
     def load_schedules(self, states: list[SchedulerState], rates: list[Rates]) -> bool:
@@ -294,7 +288,7 @@ class ComposerJob(Host):
         """
         epoch = saved["timestamp"]["epoch"] + saved["ends_epoch"]
         ends_at = saved["ends_at"]
-        self._adopt(_counts(self.state.timestamp), epoch)
+        self._adopt({}, epoch)
         if self._ends_by_epoch and ends_at is not None:
             self.state.max_duration = f"{ends_at}ba"
             log.info("Beginning in epoch %d, ending at batch %d with the others", epoch, ends_at)
@@ -326,14 +320,13 @@ def _set_rates(group: dict[str, Any], rates: Rates) -> None:
             group[name] = rate
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether a heal can send this value, see ``replica.heal.state_bytes.load``."""
-    kind = type(value)
-    if kind in (dict, OrderedDict, Counter):
-        return _is_plain([*value.keys(), *value.values()])
-    if kind in (list, tuple):
-        return all(map(_is_plain, value))
-    return value is None or kind in (bool, int, float, str, Tensor)
+def _is_plain(state: dict[str, Any]) -> bool:
+    """Whether a heal can send this state."""
+    try:
+        load(memoryview(bytearray().join(dump(state))))
+    except Exception:  # what cannot be pickled raises errors of any class
+        return False
+    return True
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:

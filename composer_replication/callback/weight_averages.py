@@ -49,6 +49,12 @@ class WeightAverages(Averages):
         return next((each for each in self.state.algorithms if isinstance(each, EMA)), None)
 
     @property
+    def _kept(self) -> EMAParameters:
+        """EMA's weights, or the trained ones while EMA is active."""
+        assert self._ema is not None and self._ema.ema_model is not None, "INIT has made them"
+        return self._ema.ema_model
+
+    @property
     def exist(self) -> bool:
         return self._ema is not None
 
@@ -81,7 +87,7 @@ class WeightAverages(Averages):
         if ema is None:
             return
         if ema.ema_model is not None:
-            self._adapt(ema)
+            self._adapt()
             if is_resumed and self._is_sharded:
                 self._take_from_model(ema)
             self._put_average(False)
@@ -107,24 +113,17 @@ class WeightAverages(Averages):
 
     def _put_average(self, into_model: bool) -> None:
         """Have the model hold EMA's weights, or the local ones, if it does not yet."""
-        if self.are_saved != into_model:
-            ema = self._ema
-            assert ema is not None and ema.ema_model is not None, "it is active, or was"
-            ema.ema_model.swap_params(model=self.state.model)
+        ema = self._ema
+        if ema is not None and ema.ema_weights_active != into_model:
+            self._kept.swap_params(model=self.state.model)
             ema.ema_weights_active = into_model
 
     def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        ema = self._ema
-        if ema is None or not self.are_saved:
+        if not self.are_saved:
             return live
-        assert ema.ema_model is not None, "it is active"
-        kept = dict(ema.ema_model.named_parameters())
-        kept.update(ema.ema_model.named_buffers())
+        kept = self._kept.named_parameters_dict | self._kept.named_buffers_dict
         prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
-        local = {}
-        for name, tensor in live.items():
-            local[name] = held_tensor(kept.get(prefix + name, tensor))
-        return local
+        return {name: held_tensor(kept.get(prefix + name, own)) for name, own in live.items()}
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.
@@ -132,7 +131,6 @@ class WeightAverages(Averages):
         Of these, Composer saves only rank 0's shard of an algorithm and loads it on every rank. The
         model in the checkpoint is complete, and holds EMA's weights if EMA was active.
         """
-        assert ema.ema_model is not None, "INIT has made it"
         if ema.ema_started and not ema.ema_weights_active:
             ema.ema_started = False
             log.warning(
@@ -140,9 +138,9 @@ class WeightAverages(Averages):
                 "while they are in the model, as in the checkpoints of save_interval"
             )
         own = EMAParameters(self.state.model)
-        ema.ema_model.named_parameters_dict.update(own.named_parameters_dict)
+        self._kept.named_parameters_dict.update(own.named_parameters_dict)
 
-    def _adapt(self, ema: EMA) -> None:
+    def _adapt(self) -> None:
         """Rename EMA's weights to the names in the model that is to be trained, and copy them.
 
         EMA may have them from a job with another number of ranks, or from before the model was
@@ -150,10 +148,9 @@ class WeightAverages(Averages):
         The loaded tensors may be the same objects as those in DiLoCo's part of the checkpoint,
         therefore they are copied.
         """
-        assert ema.ema_model is not None, "INIT has made it"
         model = self.state.model
-        _copy_as_named(ema.ema_model.named_parameters_dict, dict(model.named_parameters()))
-        _copy_as_named(ema.ema_model.named_buffers_dict, dict(model.named_buffers()))
+        _copy_as_named(self._kept.named_parameters_dict, dict(model.named_parameters()))
+        _copy_as_named(self._kept.named_buffers_dict, dict(model.named_buffers()))
 
     # ---- updates ----------------------------------------------------------------------------
 
@@ -225,7 +222,7 @@ class WeightAverages(Averages):
             return
         with self.out_of_the_model():
             ema.load_state_dict(saved)
-            self._adapt(ema)
+            self._adapt()
         if misses_an_update and ema.match(Event.BATCH_END, self.state):
             ema.apply(Event.BATCH_END, self.state, logger)
 

@@ -154,13 +154,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(options.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
-            manager,
-            owned,
-            self._state,
-            settings,
-            options,
-            self._inner_optimizers,
-            self.hang_watch,
+            manager, self._state, options, self._inner_optimizers, self.hang_watch
         )
         self._steps_left = self._outer.steps_before_sync
         """Inner steps until the next outer step."""
@@ -199,9 +193,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._manager.allow_state_dict_read()
         self._steps_left -= 1
         with self._outer.clock.blocking():
-            # After a resume that comes too late to send in time, it is sent when it is due.
-            is_late = self._steps_left == 0 and self._outer.is_unsent
-            if self._steps_left == self.settings.fragment_sync_delay or is_late:
+            if self._steps_left == self.settings.fragment_sync_delay:
                 self._outer.send()
             if self._steps_left == 0:
                 self._outer.end_sync()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -15,14 +15,12 @@ from torchft.utils import get_stream_context
 from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
-from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import GroupMetrics, UsualPace
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
-from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +63,15 @@ class Packed:
         """
         if not self.inner_steps:
             return 0.0
-        if weight_by in ("samples", "tokens") and not self.samples:
-            raise ValueError(
-                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
-                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
-            )
         if weight_by == "uniform":
             return 1.0
         if weight_by == "steps":
             return float(self.inner_steps)
+        if not self.samples:
+            raise ValueError(
+                f"weight_by={weight_by!r} but no {weight_by} were counted: call "
+                f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
+            )
         return float(self.samples)
 
 
@@ -85,7 +83,6 @@ class Unsynced:
         inner_steps: Inner steps since the last sync.
         samples: The samples or tokens of these steps.
         learning_rates: The sum of the learning rates of these steps.
-        packed: What the last pseudo-gradient was computed from.
         unsent: What was in flight in the checkpoint that this group resumes from, until it has been
             sent again; else None.
     """
@@ -93,7 +90,6 @@ class Unsynced:
     inner_steps: int = 0
     samples: int = 0
     learning_rates: float | Tensor = 0.0
-    packed: Packed = field(default_factory=Packed)
     unsent: Packed | None = None
 
     def count(self, samples: int, learning_rate: float | Tensor) -> None:
@@ -137,13 +133,12 @@ class FragmentSync:
     Args:
         manager: The torchft manager, or its simulated double.
         fragment_id: The fragment's index in the order of syncs, from 0.
-        global_parameters: Its parameters, local and global, and their outer optimizer.
-        settings: The run's settings.
-        state: The global state that the outer step changes.
+        state: The global state, of which the outer step changes this fragment's part.
         usual_pace: How far this group's inner steps usually move a parameter.
 
     Attributes:
         phase: How far its sync is.
+        packed: What the last pseudo-gradient was computed from.
         is_joining: Whether this group contributed nothing to the last sync, since it joined.
         result: What the groups of the last sync have reported to each other.
     """
@@ -152,23 +147,22 @@ class FragmentSync:
         self,
         manager: DiLoCoManager,
         fragment_id: int,
-        global_parameters: GlobalParameters,
-        settings: DiLoCoSettings,
         state: GlobalState,
         usual_pace: UsualPace,
     ) -> None:
         self._manager = manager
         self.fragment_id = fragment_id
-        self.globals = global_parameters
+        self.globals = state.fragments[fragment_id]
         self._state = state
         self._usual_pace = usual_pace
-        self._settings = settings
-        self.device = global_parameters.device
-        self.mean = make_mean(global_parameters.layout, self.device, settings.wire_format)
+        self._settings = state.settings
+        self.device = self.globals.device
+        self.mean = make_mean(self.globals.layout, self.device, state.settings.wire_format)
         # Messages travel beside training, as torchft's do.
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []
         self.unsynced = Unsynced()
+        self.packed = Packed()
         self._buffers: list[Tensor] = []
         self.total_contribution = 0.0
         self.phase = Phase.IDLE
@@ -183,8 +177,8 @@ class FragmentSync:
         """Forget the sync in flight. Its mean and its memory are not used again."""
         self.phase = Phase.FAILED
         self._works = []
+        self.packed = Packed()
         self.mean.abandon()
-        self.unsynced.packed = Packed()
 
     def end(self) -> None:
         """End the sync in flight: what was sent is accounted for, or others have gone on."""
@@ -199,11 +193,10 @@ class FragmentSync:
         """Compute the pseudo-gradient. A joiner's is zero, with no weight."""
         self.phase = Phase.FAILED  # until it is sent
         self.is_joining = is_joining
-        self._works = []  # of an attempt that failed
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
         self.globals.level_buffers()
         packed = self._to_pack()
-        self.unsynced.packed = packed
+        self.packed = packed
         local = packed.local or self.globals.local()
         odd_globally, odd_here = self.globals.not_finite(local)
         odd = odd_globally | odd_here
@@ -229,11 +222,10 @@ class FragmentSync:
         if self._stream is not None:  # it reads what the stream of training has computed
             self._stream.wait_stream(torch.accelerator.current_stream(self.device))
         with get_stream_context(self._stream):
-            table = PeerTable(self._manager, row, self.mean, self._leave_out)
             # The table is sent first, because a quantized mean sends more messages after the first
             # ones have arrived, and all groups must start their collectives in one order. It is
             # awaited last.
-            table.send()
+            table = PeerTable(self._manager, row, self.mean, self._leave_out)
             # Before the mean, since a quantized one starts collectives on a thread of its own.
             works = self.globals.copied.send(self._manager, self.device, self._buffers)
             if not self._manager.gathers:  # else they are gathered once the table has arrived
@@ -244,7 +236,7 @@ class FragmentSync:
     def samples(self) -> SyncedSamples:
         """How far this group's sample stream is in the model once this sync has committed."""
         return self._state.ledger.send(
-            self.fragment_id, self.unsynced.packed.position, self.mean.contribution > 0
+            self.fragment_id, self.packed.position, self.mean.contribution > 0
         )
 
     def metrics(self, step_s: float) -> GroupMetrics:
@@ -256,21 +248,20 @@ class FragmentSync:
         mean = self.mean
         if not mean.contribution:  # the norm may not be finite, which no row may have
             return GroupMetrics(step_s=step_s)
-        usual_pace = self._usual_pace.at(self.unsynced.packed.learning_rate)
         return GroupMetrics(
             step_s=step_s,
             contribution=mean.contribution,
             norm=mean.norm,
             sent_norm=mean.sent_norm,
             moved=mean.moved,
-            inner_steps=self.unsynced.packed.inner_steps,
+            inner_steps=self.packed.inner_steps,
             pace=self._pace,
-            usual_pace=usual_pace,
+            usual_pace=self._usual_pace.at(self.packed.learning_rate),
         )
 
     @property
     def _pace(self) -> float:
-        return self.mean.moved_each / max(1, self.unsynced.packed.inner_steps)
+        return self.mean.moved_each / max(1, self.packed.inner_steps)
 
     def _leave_out(self, sound: Mapping[int, GroupMetrics]) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
@@ -295,8 +286,8 @@ class FragmentSync:
             self.mean.sum_sound(manager, kept)
         return left_out
 
-    def perform_sync(self) -> bool:
-        """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
+    def perform_sync(self) -> None:
+        """Wait for the mean, vote, and on commit take the outer step."""
         with get_stream_context(self._stream):
             for work in self._works:
                 work.wait()
@@ -311,12 +302,11 @@ class FragmentSync:
         if self._manager.should_commit():
             self.phase = Phase.COMMITTED
             self._step()
-        self.unsynced.packed.local = None  # no longer in flight
-        return self.phase is Phase.COMMITTED
+        self.packed.local = None  # no longer in flight
 
     def _step(self) -> None:
-        self.total_contribution = self.mean.finish()
         globals_ = self.globals
+        self.total_contribution = self.mean.finish()
         if self.total_contribution > 0.0:
             # Locked until it is counted: no joiner gets half an outer step.
             with self._state.outer_step_of(self.result.synced_samples):
@@ -366,21 +356,19 @@ class FragmentSync:
         A join without an outer step changes nothing.
         """
         unsynced = self.unsynced
-        packed = unsynced.packed
-        if self.is_joining and self.total_contribution == 0.0:
+        packed = self.packed
+        if self.is_joining and not self.total_contribution:
             return
         if self.mean.contribution > 0:
             if packed.inner_steps:
                 self._usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
             self._state.ledger.has_synced(self.fragment_id, packed.position)
-        if self._write_back_alpha > 0:
-            unsynced.inner_steps -= packed.inner_steps
-            unsynced.samples -= packed.samples
-            unsynced.learning_rates -= packed.learning_rates
-        else:  # the steps taken while the sync was in flight are thrown away
-            unsynced.inner_steps = 0
-            unsynced.samples = 0
-            unsynced.learning_rates = 0.0
+        if not self._write_back_alpha:  # the steps since it was sent are thrown away
+            self.unsynced = Unsynced()
+            return
+        unsynced.inner_steps -= packed.inner_steps
+        unsynced.samples -= packed.samples
+        unsynced.learning_rates -= packed.learning_rates
         unsynced.unsent = None
 
     def take_global(self) -> None:
@@ -395,8 +383,3 @@ class FragmentSync:
         """Send nothing of what this group has trained since the last sync."""
         self.unsynced = Unsynced()
         self.mean.forget_residual()
-
-    @property
-    def to_resume_with(self) -> Packed | None:
-        """What this group would send again if it resumed from here; None: what it has trained."""
-        return self.unsynced.packed if self.phase is Phase.SENT else self.unsynced.unsent

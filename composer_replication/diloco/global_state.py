@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from composer_replication.diloco.equal_samples import as_number
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.sample_ledger import Ledger, SyncedSamples
 from composer_replication.diloco.torchft_api import STATE_NAME
@@ -26,6 +29,8 @@ Numbers = tuple[Tensor, Tensor] | None
 """A fragment's global parameters and outer momentum from another group, each like
 ``GlobalParameters.flat``, in memory that the fragment can continue in. None on an accelerator,
 whose memory may not have room for them twice: there the copy is quick."""
+
+NONE_COPIED: Iterable[Numbers] = itertools.repeat(None)
 
 
 class Staged(NamedTuple):
@@ -51,7 +56,11 @@ class GlobalState:
     Args:
         fragments: The global parameters of each fragment.
         fingerprint: The settings and the model, as plain containers, compared with other groups'.
-        settings: The run's settings, for the schedule.
+        settings: The run's settings.
+
+    Attributes:
+        fragments: The same, in the order of their syncs.
+        settings: The same.
     """
 
     def __init__(
@@ -60,12 +69,12 @@ class GlobalState:
         fingerprint: dict[str, Any],
         settings: DiLoCoSettings,
     ) -> None:
-        self._fragments = fragments
-        self._settings = settings
+        self.fragments = fragments
+        self.settings = settings
         self._whole = threading.RLock()
         self._is_in_outer_step = False
         self._num_changes = 0
-        self._digests: tuple[Hashable, list[str]] = None, []
+        self._digests: tuple[int, list[str]] = -1, []
         self._staged: Staged | None = None
         self.fingerprint = fingerprint
         self.outer_step = 0
@@ -80,10 +89,10 @@ class GlobalState:
 
         Where each rank holds a share, a look-up gathers the tensor: a collective of the ranks.
         """
-        homes: dict[str, GlobalParameters] = {}
-        for fragment in self._fragments:
-            homes |= dict.fromkeys(fragment.tensors, fragment)
-        return GlobalTensors(homes)
+        homes = GlobalTensors()
+        for fragment in self.fragments:
+            homes.update(dict.fromkeys(fragment.tensors, fragment))
+        return homes
 
     def digest(self) -> str:
         """SHA-256, in hex, over the bytes of ``parameters`` in the order of their names.
@@ -91,21 +100,21 @@ class GlobalState:
         With shares or shards it is a collective of the ranks. With shards it is the SHA-256 over
         the digests of the ranks' shards, in the order of the ranks.
         """
-        return self._fragments[0].theta_division.digest(digest_of_tensors(self.parameters()))
+        return self.fragments[0].theta_division.digest(digest_of_tensors(self.parameters()))
 
     def digest_is_due(self, every: int) -> bool:
         """Whether digests are compared at this outer step: at every ``every``-th one; 0: never."""
         return every > 0 and self.outer_step % every == 0
 
-    def digests_to_compare(self, every: int) -> list[str]:
-        """``fragment_digests``, if the next sync compares them; else empty strings.
+    def digests_to_compare(self, every: int) -> tuple[int, ...]:
+        """``fragment_digests`` as numbers, if the next sync compares them; else zeros.
 
         Args:
             every: See ``digest_is_due``. They are also compared after a heal and after a resume.
         """
         if self.digest_is_due(every) or self.compare_next or self.was_healed:
-            return self.fragment_digests()
-        return [""] * len(self._fragments)
+            return tuple(map(as_number, self.fragment_digests()))
+        return (0,) * len(self.fragments)
 
     def was_compared(self) -> None:
         """Note that a sync's groups have compared their states."""
@@ -122,7 +131,7 @@ class GlobalState:
         known_of, digests = self._digests
         if known_of == version:
             return digests
-        digests = [digest_of_tensors(fragment.tensors) for fragment in self._fragments]
+        digests = [digest_of_tensors(fragment.tensors) for fragment in self.fragments]
         # If not, this is a thread that serves joiners, and an outer step has come between.
         if self.version == version:
             self._digests = version, digests
@@ -131,7 +140,7 @@ class GlobalState:
     # ---- for the threads that serve joiners ---------------------------------------------------
 
     @property
-    def version(self) -> Hashable:
+    def version(self) -> int:
         """It changes with what ``state_dict`` returns. Reading it waits for the end of a change."""
         with self._whole:
             return self._num_changes
@@ -142,7 +151,7 @@ class GlobalState:
 
         It never waits.
         """
-        return sum(2 * fragment.flat.nbytes for fragment in self._fragments)
+        return sum(2 * fragment.flat.nbytes for fragment in self.fragments)
 
     def held(self) -> AbstractContextManager[Any]:
         """A context in which no other thread changes this state; an outer step waits for it."""
@@ -189,15 +198,16 @@ class GlobalState:
                 "outer_step": self.outer_step,
                 "settings": self.fingerprint,
                 "ledger": self.ledger.rows(),
-                "fragments": [outer_state(f, copies=copies) for f in self._fragments],
+                "fragments": [outer_state(f, copies=copies) for f in self.fragments],
             }
 
     def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
         """``state_dict`` of all ranks. With shares it is a collective of them."""
-        is_shared = self._fragments[0].is_shared  # then what is gathered is a copy
-        state = self.state_dict(copies=copies and not is_shared)
-        pairs = zip(self._fragments, state["fragments"], strict=True)
-        whole = [gather(fragment, own) for fragment, own in pairs]
+        if not self.fragments[0].is_shared:
+            return self.state_dict(copies=copies)
+        state = self.state_dict(copies=False)  # what is gathered is a copy
+        pairs = zip(self.fragments, state["fragments"], strict=True)
+        whole = [_each_tensor(fragment, own, fragment.whole) for fragment, own in pairs]
         return state | {"fragments": whole}
 
     @contextmanager
@@ -210,7 +220,7 @@ class GlobalState:
         # Without the lock a joiner could get parameters of which only a part has moved.
         with self.changing():
             self._is_in_outer_step = True
-            if self._settings.changes_outer_numbers:
+            if self.settings.changes_outer_numbers:
                 self._follow_schedule()
             yield
             self.outer_step += 1
@@ -218,12 +228,12 @@ class GlobalState:
             self._is_in_outer_step = False  # after an error it stays: see ``state_dict``
 
     def _follow_schedule(self) -> None:
-        before = self._fragments[0].optimizer.param_groups[0]
+        before = self.fragments[0].optimizer.param_groups[0]
         step = self.outer_step + 1
-        lr, momentum, nesterov = self._settings.outer_numbers_at(step)
+        lr, momentum, nesterov = self.settings.outer_numbers_at(step)
         if (lr, momentum) != (before["lr"], before["momentum"]):
             log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, lr, momentum)
-        for fragment in self._fragments:
+        for fragment in self.fragments:
             fragment.follow(lr, momentum, nesterov)
 
     def stage(self, state_dict: dict[str, Any]) -> None:
@@ -239,7 +249,7 @@ class GlobalState:
         self.forget_staged()  # frees its memory before the next one is allocated
         saved = state_dict["fragments"]
         try:
-            pairs = zip(self._fragments, saved, strict=True)
+            pairs = zip(self.fragments, saved, strict=True)
             numbers = [copy_numbers(fragment, state) for fragment, state in pairs]
         except ValueError:
             return
@@ -262,7 +272,7 @@ class GlobalState:
         with self.changing():
             theirs = dict(state_dict["settings"])
             compare_fingerprints(self.fingerprint, theirs, whose)
-            self._load(state_dict, None if staged is None else staged.numbers)
+            self._load(state_dict, NONE_COPIED if staged is None else staged.numbers)
             self.fingerprint = theirs
             self.was_healed = True
         if staged is not None:
@@ -277,17 +287,16 @@ class GlobalState:
         """
         with self.changing():
             saved = state_dict["settings"]
-            changes = adopt_changes(self.fingerprint, saved)
-            for change in changes:
+            for change in adopt_changes(self.fingerprint, saved):
                 log.warning("Resuming with changed settings: %s", change)
             has_other_outer = any(
                 self.fingerprint.get(key) != saved.get(key)
                 for key in ("outer_optimizer", "schedule")
             )
-            pairs = zip(self._fragments, state_dict["fragments"], strict=True)
+            pairs = zip(self.fragments, state_dict["fragments"], strict=True)
             own = [cut(fragment, saved) for fragment, saved in pairs]
             state = state_dict | {"fragments": own}
-            self._load(state, keeps_hyperparameters=has_other_outer)
+            self._load(state, NONE_COPIED, keeps_hyperparameters=has_other_outer)
             # Peers that also resume may have another checkpoint of the same outer step: compare
             # digests.
             self.compare_next = True
@@ -295,12 +304,11 @@ class GlobalState:
     def _load(
         self,
         state_dict: dict[str, Any],
-        copied: list[Numbers] | None = None,
+        copied: Iterable[Numbers],
         *,
         keeps_hyperparameters: bool = False,
     ) -> None:
-        none: list[Numbers] = [None] * len(self._fragments)
-        parts = zip(self._fragments, state_dict["fragments"], copied or none, strict=True)
+        parts = zip(self.fragments, state_dict["fragments"], copied, strict=False)
         for fragment, saved, numbers in parts:
             load_outer_state(fragment, saved, numbers, keeps_hyperparameters=keeps_hyperparameters)
         self.outer_step = state_dict["outer_step"]
@@ -366,10 +374,10 @@ def load_outer_state(
         globals_.move_to(*copied)
     for name, value in globals_.copied.values.items():
         value.copy_(state["theta"][name])
-    theirs = globals_.optimizer.state_dict() if keeps_hyperparameters else state["optimizer"]
-    globals_.load_optimizer(
-        {"state": state["optimizer"]["state"], "param_groups": theirs["param_groups"]}
-    )
+    optimizer = state["optimizer"]
+    if keeps_hyperparameters:
+        optimizer = globals_.optimizer.state_dict() | {"state": optimizer["state"]}
+    globals_.load_optimizer(optimizer)
 
 
 @torch.no_grad()
@@ -390,24 +398,20 @@ def _copy(
             own.copy_(momentum)
 
 
-def gather(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
-    """``outer_state`` of all shares, without copies. With shares it is a collective."""
-    return _each_tensor(globals_, state, globals_.whole)
-
-
 def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of what ``gather`` returned, on any number of ranks.
+    """This rank's share of what ``whole_state_dict`` has of a fragment, on any number of ranks.
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype.
     """
-    index = {name: position for position, name in enumerate(globals_.theta)}
-    if globals_.is_shared:
-        whole = {name: torch.empty(shape, device="meta") for name, shape in globals_.shapes.items()}
-        _check(state, whole | globals_.copied.values)
+    if not globals_.is_shared:
+        return state
+    whole = {name: torch.empty(shape, device="meta") for name, shape in globals_.shapes.items()}
+    _check(state, whole | globals_.copied.values)
+    index = list(globals_.theta).index
 
     def own_part(name: str, tensor: Tensor) -> Tensor:
-        return globals_.theta_division.part_of(index[name], tensor)
+        return globals_.theta_division.part_of(index(name), tensor)
 
     return _each_tensor(globals_, state, own_part)
 
@@ -415,18 +419,13 @@ def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
 def _each_tensor(
     globals_: GlobalParameters, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
 ) -> dict[str, Any]:
-    if not globals_.is_shared:
-        return state
     names = list(globals_.theta)
-    theta = dict(state["theta"])
-    for name in names:
-        theta[name] = change(name, theta[name])
-    optimizer = dict(state["optimizer"])
-    optimizer["state"] = {}
+    theta = {name: change(name, state["theta"][name]) for name in names}
+    changed = {}
     for index, own in state["optimizer"]["state"].items():
-        changed = tree_map_only(Tensor, functools.partial(change, names[index]), own)
-        optimizer["state"][index] = changed
-    return state | {"theta": theta, "optimizer": optimizer}
+        changed[index] = tree_map_only(Tensor, functools.partial(change, names[index]), own)
+    optimizer = state["optimizer"] | {"state": changed}
+    return {"theta": state["theta"] | theta, "optimizer": optimizer}
 
 
 def _check(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
@@ -455,24 +454,11 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class GlobalTensors(Mapping[str, Tensor]):
+class GlobalTensors(UserDict[str, Any]):
     """Global parameters by name, each gathered when it is asked for if the ranks share it.
 
-    Args:
-        homes: The global parameters of the fragment that each name belongs to.
+    ``data`` has the global parameters of the fragment that each name belongs to.
     """
 
-    def __init__(self, homes: Mapping[str, GlobalParameters]) -> None:
-        self._homes = homes
-
     def __getitem__(self, name: str) -> Tensor:
-        return self._homes[name].whole(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._homes
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
+        return self.data[name].whole(name)

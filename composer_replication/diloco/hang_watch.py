@@ -51,14 +51,12 @@ class HangWatch:
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._progress_at = time.monotonic()
-        self._alive_at = self._progress_at
         self._wait_limit_s = 0.0
         self._ended = threading.Event()
 
     def start(self) -> None:
         """Start the thread that watches: training begins."""
-        self._progress_at = time.monotonic()
-        self._alive_at = self._progress_at
+        self.note_progress()
         self._ended = threading.Event()
         arguments = (self._ended,)
         threading.Thread(target=self._run, args=arguments, name="hang_watch", daemon=True).start()
@@ -95,22 +93,23 @@ class HangWatch:
         pause_s = min(1.0, self.timeout_s / 20)
         cpu_before, blocks_before = self._used()
         looked_at = time.monotonic()
+        alive_at = looked_at
         while not ended.wait(pause_s):
             now = time.monotonic()
             passed = now - looked_at
             looked_at = now
             if passed > 10 * pause_s:  # the process was stopped, for example by Ctrl-Z
                 self._progress_at += passed
-                self._alive_at += passed
+                alive_at += passed
             cpu_s, blocks = self._used()
             uses_cpu = cpu_s - cpu_before > self.BUSY_CPU * passed
             uses_disk = blocks - blocks_before > self.BUSY_BLOCKS_PER_S * passed
             cpu_before = cpu_s
             blocks_before = blocks
             if uses_cpu or uses_disk:
-                self._alive_at = now
-            self._alive_at = max(self._alive_at, self._progress_at)
-            idle_s = now - self._alive_at
+                alive_at = now
+            alive_at = max(alive_at, self._progress_at)
+            idle_s = now - alive_at
             without_progress_s = now - self._progress_at
             if idle_s > self.timeout_s + self._wait_limit_s:
                 self._end(f"nothing for {idle_s:.0f} s")
@@ -174,7 +173,7 @@ class SyncClock:
         self._wait_limit_s = wait_limit_s
         self._began = time.monotonic()
         self._waiting_since = self._began
-        self._blocked_since: float | None = None
+        self._blocked_since = self._began
         self._blocked_s = 0.0
         self._waited_s = 0.0
 
@@ -188,7 +187,6 @@ class SyncClock:
                 yield
         finally:
             self._blocked_s += time.monotonic() - self._blocked_since
-            self._blocked_since = None
 
     def quorum_formed(self) -> None:
         """Record that the wait for a quorum is over."""
@@ -201,15 +199,16 @@ class SyncClock:
         self._hang_watch.note_progress()
 
     def read(self) -> SyncSeconds:
-        """Return where the time since the last call went, and start again from now."""
+        """Return where the time since the last call went, and start again from now.
+
+        Called while training is blocked: the sync that is accounted for has not ended yet.
+        """
         now = time.monotonic()
-        blocked_s = self._blocked_s
-        if self._blocked_since is not None:  # the sync that is accounted for has not ended yet
-            blocked_s += now - self._blocked_since
-            self._blocked_since = now
+        blocked_s = self._blocked_s + now - self._blocked_since
         trained_s = max(0.0, now - self._began - blocked_s)
         reading = SyncSeconds(blocked_s, self._waited_s, trained_s)
         self._began = now
+        self._blocked_since = now
         self._blocked_s = 0.0
         self._waited_s = 0.0
         return reading

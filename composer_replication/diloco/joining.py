@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from composer_replication.diloco.flat_chunks import Chunk
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.retry import StartBarrier
-from composer_replication.diloco.torchft_api import STATE_NAME, DiLoCoManager
+from composer_replication.diloco.torchft_api import STATE_NAME
 from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
@@ -54,15 +53,12 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
     manager = loop.manager
     device = loop.fragments[0].device
     barrier = StartBarrier(manager, options, start_refusal)
+    manager.start_quorum()
     while True:
-        manager.start_quorum()
-        barrier.check_failures()
         if manager.current_step() == 0:
-            if barrier.vote_to_start(device):
-                has_committed = _start(loop)
-            else:
-                has_committed = manager.should_commit()
-            if has_committed:
+            if not barrier.vote_to_start(device):
+                manager.should_commit()  # it fails in all groups
+            elif share_initial_parameters(loop):
                 return False
         else:
             if manager.num_participants() > 1 or options.num_awaited == 1:
@@ -77,7 +73,7 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
                 loop.finish_heal()
                 loop.set_torchft_step()
                 return False
-        barrier.wait()
+        barrier.form_quorum()
 
 
 def _prepare(loop: OuterLoop) -> None:
@@ -93,16 +89,7 @@ def _prepare(loop: OuterLoop) -> None:
             fragment.mean.touch_memory()
 
 
-def _start(loop: OuterLoop) -> bool:
-    with loop.state.changing():
-        if not share_initial_parameters(loop.manager, loop.fragments):
-            return False
-    log.info("Started with %d replica groups", loop.manager.num_participants())
-    loop.clock.read()  # the wait for the start belongs to no sync
-    return True
-
-
-def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[FragmentSync]) -> bool:
+def share_initial_parameters(loop: OuterLoop) -> bool:
     """Give every group the initial parameters of the quorum's first group.
 
     It computes the same weighted mean as a sync, over the parameters themselves, in which only the
@@ -115,24 +102,28 @@ def share_initial_parameters(manager: DiLoCoManager, fragments: Sequence[Fragmen
     Raises:
         ValueError: This is the first group, and its initial parameters are not finite.
     """
-    weight = 1.0 if manager.participating_rank() == 0 else 0.0
-    means = [_mean_of_local(fragment, weight) for fragment in fragments]
+    manager = loop.manager
+    weight = float(manager.participating_rank() == 0)
+    means = [_mean_of_local(fragment, weight) for fragment in loop.fragments]
     works: list[Any] = []
     for mean in means:
         works += mean.send(manager)
-    for fragment in fragments:
+    for fragment in loop.fragments:
         globals_ = fragment.globals
         buffers = globals_.local()[globals_.num_parameters :]
         works += globals_.copied.send(manager, fragment.device, buffers)
     for work in works:
         work.wait()
-    if not manager.should_commit():
-        return False
-    for fragment, mean in zip(fragments, means, strict=True):
-        if mean.finish():
-            fragment.globals.flat.copy_(fragment.globals.unpack(mean))
-            fragment.globals.take_buffers(fragment.globals.averaged_buffers)
-        fragment.take_global()
+    with loop.state.changing():
+        if not manager.should_commit():
+            return False
+        for fragment, mean in zip(loop.fragments, means, strict=True):
+            if mean.finish():
+                fragment.globals.flat.copy_(fragment.globals.unpack(mean))
+                fragment.globals.take_buffers(fragment.globals.averaged_buffers)
+            fragment.take_global()
+    log.info("Started with %d replica groups", manager.num_participants())
+    loop.clock.read()  # the wait for the start belongs to no sync
     return True
 
 

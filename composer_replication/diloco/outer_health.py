@@ -76,8 +76,6 @@ def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
     """
     sent = {rank: group for rank, group in groups.items() if group.contribution > 0.0}
     found: dict[int, str] = {}
-    if len(sent) < 2:
-        return found
     for rank, group in sent.items():
         others = [*sent.values()]
         if len(others) == 2:

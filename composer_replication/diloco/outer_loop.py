@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 
-from composer_replication.diloco.equal_samples import FirstBatches, as_number
+from composer_replication.diloco.equal_samples import FirstBatches
 from composer_replication.diloco.fragment_sync import FragmentSync, Phase
-from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HangWatch, SyncClock, SyncSeconds
-from composer_replication.diloco.outer_health import UsualPace, directions, learning_rate
+from composer_replication.diloco.outer_health import UsualPace, learning_rate
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import TableResult
 from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.diloco.round_length import RoundLength
-from composer_replication.diloco.sync_report import SyncReport
+from composer_replication.diloco.sync_report import SyncReport, report_of
 from composer_replication.diloco.torchft_api import HEAL_STATE, DiLoCoManager
 from composer_replication.options import ReplicaOptions
-from composer_replication.settings import DiLoCoSettings
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +42,7 @@ class OuterLoop:
 
     Args:
         manager: The torchft manager, or its simulated double.
-        global_parameters: Those of each fragment, in the order of their syncs.
         state: The global state of all fragments.
-        settings: The run's settings.
         options: This group's options.
         inner_optimizers: Train the model; the steps of the first one are counted.
         hang_watch: Allows a sync the time for which it may wait for others.
@@ -58,7 +54,7 @@ class OuterLoop:
         result: What the groups of the last sync have reported to each other.
         usual_pace: How far this group's inner steps usually move a parameter.
         first_batches: Compared with the other groups' at this group's first sync.
-        role: This group's, in the syncs of the schedule.
+        role: This group's in the sync, or in the next one of the schedule.
         inner_steps: Inner steps of this group since the run began.
         reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
         ends_with_next_step: Whether the next inner step is the last one.
@@ -68,30 +64,27 @@ class OuterLoop:
     def __init__(
         self,
         manager: DiLoCoManager,
-        global_parameters: Sequence[GlobalParameters],
         state: GlobalState,
-        settings: DiLoCoSettings,
         options: ReplicaOptions,
         inner_optimizers: Sequence[torch.optim.Optimizer],
         hang_watch: HangWatch,
     ) -> None:
         self.manager = manager
         self.state = state
-        self._settings = settings
         self._options = options
         self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, manager.longest_wait_s)
-        self.round_length = RoundLength(settings)
+        self.round_length = RoundLength(state.settings)
         self.result = TableResult()
-        self.usual_pace = UsualPace(len(global_parameters))
+        self.usual_pace = UsualPace(len(state.fragments))
         self.first_batches = FirstBatches()
         self.role = Role.TRAINS
         self.fragments = [
-            FragmentSync(manager, index, globals_, settings, state, self.usual_pace)
-            for index, globals_ in enumerate(global_parameters)
+            FragmentSync(manager, index, state, self.usual_pace)
+            for index in range(len(state.fragments))
         ]
         self._steps_lost = 0
-        self._synced_at = 0
+        self._steps_since_sync = 0
         self._has_unfinished_heal = False
         self.inner_steps = 0
         self.reports: list[SyncReport] = []
@@ -106,11 +99,6 @@ class OuterLoop:
             ) from error
         manager.serve_state(state)
 
-    def resume(self, inner_steps: int) -> None:
-        """Continue the count of a checkpoint: inner steps of this group until then."""
-        self.inner_steps = inner_steps
-        self._synced_at = inner_steps
-
     # ---- a sync -----------------------------------------------------------------------------
 
     @property
@@ -122,6 +110,7 @@ class OuterLoop:
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
+        self._steps_since_sync += 1
         self.role = Role.ENDS if self.ends_with_next_step else Role.TRAINS
         rate = learning_rate(*self._inner_optimizers)
         for fragment in self.fragments:
@@ -133,14 +122,11 @@ class OuterLoop:
             if not fragment.unsynced.has_more:
                 fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
-    def prepare_sync(self, role: Role) -> None:
+    def prepare_sync(self) -> None:
         """Send the next fragment, in a quorum. It waits for the ranks of this group only.
 
         The outer step decides which fragment is next, and not the manager's step as in torchft: a
         join commits, but is no outer step.
-
-        Args:
-            role: This group's.
         """
         self.clock.quorum_formed()
         try:
@@ -149,24 +135,25 @@ class OuterLoop:
             fragment = self.in_flight or next_one
             if not agrees and not self.manager.errored():
                 # The peers of this rank need not wait for what it will not send.
-                self._report(ConnectionError("another rank of this group has not healed"))
+                self.manager.report_error(
+                    ConnectionError("another rank of this group has not healed")
+                )
             present = self.manager.num_participants()
             if not agrees or present < self.manager._min_replica_size:
                 # The vote will fail. Groups that wait for others would send all their parameters at
                 # each attempt. All ranks and groups see this number, so all decide alike.
                 fragment.abandon()
                 return
-            has_more = role is not Role.ENDS or self._leaves_steps(fragment)
-            fragment.pack(is_joining=role is Role.JOINS)
+            has_more = self.role is not Role.ENDS or self._leaves_steps(fragment)
+            fragment.pack(is_joining=self.role is Role.JOINS)
             fragment.send(self._row(fragment, has_more))
-        except BaseException as error:
-            self._report(error)
+        except BaseException as error:  # Ctrl-C too: peers would wait until their timeout
+            self.manager.report_error(error)
             raise
 
     def _row(self, fragment: FragmentSync, has_more: bool) -> PeerRow:
         """What this group reports to the others beside its message."""
         metrics = fragment.metrics(self.round_length.step_s)
-        digests = self.state.digests_to_compare(self._options.digest_every)
         return PeerRow(
             has_more=has_more,
             is_joining=fragment.is_joining,
@@ -175,43 +162,39 @@ class OuterLoop:
             metrics=metrics,
             samples=fragment.samples(),
             batches=self.first_batches.number() if metrics.contribution else 0,
-            digests=tuple(as_number(digest) if digest else 0 for digest in digests),
+            digests=self.state.digests_to_compare(self._options.digest_every),
         )
 
     def _leaves_steps(self, fragment: FragmentSync) -> bool:
         """Whether inner steps remain to be sent after this fragment, which is sent next."""
-        if fragment.unsynced.has_more_than_unsent:
-            return True
-        others = [each for each in self.fragments if each is not fragment]
-        return any(each.unsynced.has_more for each in others)
+        return fragment.unsynced.has_more_than_unsent or any(
+            each.unsynced.has_more for each in self.fragments if each is not fragment
+        )
 
-    def perform_sync(self) -> bool:
-        """Wait for the mean, vote, and on commit take the outer step. Returns the vote."""
+    def perform_sync(self) -> FragmentSync:
+        """Wait for the mean, vote, and on commit take the outer step. Returns the fragment."""
         fragment = self.in_flight
         assert fragment is not None, "it was prepared"
         try:
-            committed = fragment.perform_sync()
+            fragment.perform_sync()
         except BaseException as error:
             if fragment.phase is Phase.SENT:  # it failed before the vote
-                self._report(error)
+                self.manager.report_error(error)
             raise
         self.result = fragment.result
         self.clock.vote_over()
-        return committed
-
-    def _report(self, error: BaseException) -> None:
-        """Report an error of this group, or Ctrl-C: peers would wait for it until their timeout."""
-        self.manager.report_error(error)  # pyright: ignore[reportArgumentType]
+        return fragment
 
     def send(self) -> None:
-        """Ask for a quorum, and send the next fragment, as the schedule says."""
+        """Ask for a quorum, and send the next fragment."""
         self.manager.start_quorum()
-        self.prepare_sync(self.role)
+        self.prepare_sync()
 
     def end_sync(self) -> None:
-        """End the sync that ``send`` has begun."""
-        self.perform_sync()
-        self.finish_sync(self.role)
+        """End the sync that ``send`` has begun. One that a resume came too late for is sent now."""
+        if any(each.phase is Phase.RESTORED for each in self.fragments):
+            self.send()
+        self.finish_sync(self.perform_sync())
 
     def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
@@ -221,62 +204,43 @@ class OuterLoop:
 
     def sync_in_quorum(self, role: Role) -> None:
         """Run one sync whose quorum has been formed, and retry it until it commits."""
-        self._attempt(role)
-        self.finish_sync(role)
+        self.role = role
+        self.prepare_sync()
+        self.end_sync()
 
-    def _attempt(self, role: Role) -> None:
-        """Make one attempt at a sync: send, wait for the mean, vote, and step if it commits."""
-        self.prepare_sync(role)
-        self.perform_sync()
-
-    def finish_sync(self, role: Role) -> None:
+    def finish_sync(self, fragment: FragmentSync) -> None:
         """Retry the sync until it commits, then report it.
 
         Args:
-            role: This group's.
+            fragment: The one of the first attempt. After a heal the next one is synchronised.
 
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        retries = SyncRetries(
-            self.manager,
-            self.state,
-            self._settings.max_sync_retries,
-            self._options.give_up_after_s,
-        )
-        while True:
-            fragment = self.in_flight
-            if fragment is not None and fragment.phase is Phase.COMMITTED:
-                break
-            self._retry(role, retries)
+        retries = SyncRetries(self.manager, self.state, self._options.give_up_after_s)
+        while fragment.phase is not Phase.COMMITTED:
+            fragment = self._retry(retries)
         self.manager.asks_to_gather = False
         fragment.end()
         self.set_torchft_step()
-        if role is Role.JOINS and self.result.are_all_joining:
+        if fragment.is_joining and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
-            fragment.abandon()
             fragment.restore(fragment.unsynced.unsent)
             self.clock.read()
-            self._synced_at = self.inner_steps
+            self._steps_since_sync = 0
         else:
-            self._account(fragment, role, retries.count)
+            self._account(fragment, retries.count)
+        self.role = Role.TRAINS
 
-    def _retry(self, role: Role, retries: SyncRetries) -> None:
+    def _retry(self, retries: SyncRetries) -> FragmentSync:
         """Make another attempt at a sync, in another quorum."""
         manager = self.manager
         present = manager.num_participants()
         result = self.result
         ranks = self.fragments[0].globals
         was_last, has_doubts = ranks.mean_over_ranks(result.is_over, result.has_doubts)
-        # After the first doubt another attempt is made in any case: it finds whom to leave out.
-        is_first_doubt = has_doubts > 0 and not manager.asks_to_gather
-        if has_doubts > 0:
-            manager.asks_to_gather = True  # until the sync has committed
-        retries.wait()
-        manager.start_quorum()
-        if not is_first_doubt:
-            retries.check_limit(role is Role.JOINS)
+        retries.form_quorum(self.role is Role.JOINS, has_doubts > 0)
         if was_last and manager.num_participants() < present:
             log.warning(
                 "Groups have left since the run's last sync, in which this group's vote failed: if "
@@ -285,7 +249,8 @@ class OuterLoop:
             )
         # If a peer has committed the sync, this quorum has healed this group, and the next fragment
         # is sent.
-        self._attempt(role)
+        self.prepare_sync()
+        return self.perform_sync()
 
     def set_torchft_step(self) -> None:
         """Set torchft's step to that of the next sync. After an outer step it is that already.
@@ -298,7 +263,7 @@ class OuterLoop:
         step = self.state.outer_step + 1
         self.manager.load_state_dict(self.manager.state_dict() | {"step": step})
 
-    def _account(self, fragment: FragmentSync, role: Role, retries: int) -> None:
+    def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
         if fragment.mean.is_finite and not fragment.mean.is_left_out:
             fragment.discard_synced_steps()
@@ -307,56 +272,36 @@ class OuterLoop:
             self._recover(fragment)
         seconds = self.clock.read()
         self._choose_round_length(seconds)
-        self._synced_at = self.inner_steps
+        self._steps_since_sync = 0
         # A cold start, a resume of all groups and an end make no outer step. There is nothing to
         # report of them, but for the steps that the run's last sync drops.
-        drops_steps = role is not Role.JOINS and self._steps_lost > 0
-        if not (moved or role is Role.TRAINS or drops_steps):
+        drops_steps = self.role is not Role.JOINS and self._steps_lost > 0
+        if not (moved or self.role is Role.TRAINS or drops_steps):
             return
-        self.reports.append(self._report_of(fragment, seconds, retries))
+        has_digest = self.state.digest_is_due(self._options.digest_every)
+        report = report_of(
+            fragment,
+            seconds,
+            outer_step=self.state.outer_step,
+            num_participants=self.manager.num_participants(),
+            inner_steps=self.inner_steps,
+            sync_every=self.steps_before_sync * len(self.fragments),
+            steps_lost=self._steps_lost,
+            retries=retries,
+            healed=self.has_healed,
+            global_digest=self.state.digest() if has_digest else None,
+        )
+        self.reports.append(report)
         if fragment.mean.contribution:
             self.first_batches.were_compared()
         self.has_healed = False
         self._steps_lost = 0
 
-    def _report_of(self, fragment: FragmentSync, seconds: SyncSeconds, retries: int) -> SyncReport:
-        """What a fragment's sync did. Every rank of the group makes it: norms are collectives."""
-        mean = fragment.mean
-        norms = fragment.globals.step_norms()
-        outer = fragment.globals.optimizer.param_groups[0]
-        moved = fragment.total_contribution > 0
-        has_digest = self.state.digest_is_due(self._options.digest_every)
-        return SyncReport(
-            outer_step=self.state.outer_step,
-            fragment=fragment.fragment_id,
-            num_participants=self.manager.num_participants(),
-            contribution=mean.contribution,
-            total_contribution=fragment.total_contribution,
-            inner_steps=self.inner_steps,
-            sync_seconds=seconds.blocked,
-            wait_seconds=seconds.waited,
-            compute_fraction=seconds.compute_fraction,
-            bytes_sent=mean.num_bytes,
-            bytes_float32=mean.num_bytes_float32,
-            pseudo_gradient_norm=mean.norm,
-            outer_momentum_norm=norms.momentum,
-            momentum_cosine=norms.momentum_cosine if moved else None,
-            sync_every=self.steps_before_sync * len(self.fragments),
-            steps_lost=self._steps_lost,
-            retries=retries,
-            healed=self.has_healed,
-            outer_lr=outer["lr"],
-            outer_momentum=outer.get("momentum", 0.0),
-            global_digest=self.state.digest() if has_digest else None,
-            equal_samples=fragment.result.equal_samples,
-            **directions(fragment.result.metrics, norms.mean),
-        )
-
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
         """Choose the number of inner steps before the next sync, from the time of the last ones."""
-        if self._settings.round_seconds is None:
+        if self.state.settings.round_seconds is None:
             return
-        steps = self.inner_steps - self._synced_at
+        steps = self._steps_since_sync
         if steps:
             (own,) = self.fragments[0].globals.mean_over_ranks(seconds.trained / steps)
             self.round_length.measure(own)
@@ -384,7 +329,7 @@ class OuterLoop:
         concerns_all = len(sick) == len(self.fragments)
         for each in sick:
             each.unsound_in_a_row += 1
-        if fragment.unsound_in_a_row > self._settings.max_sync_retries:
+        if fragment.unsound_in_a_row > self.state.settings.max_sync_retries:
             raise SyncError(
                 f"this group's pseudo-gradient was not sound in {fragment.unsound_in_a_row} syncs "
                 f"in a row, the last one outer step {self.state.outer_step}: it leaves, and the "
@@ -400,12 +345,12 @@ class OuterLoop:
         self._forget_local(sick)
         self._take_global(sick)
         for optimizer in self._inner_optimizers:
-            _clear_state(optimizer, None if concerns_all else fragment)
+            _clear_state(optimizer, sick)
 
     def _forget_local(self, fragments: Sequence[FragmentSync]) -> None:
         """What was trained here since the last syncs of these fragments is lost."""
         self._steps_lost += max(fragment.unsynced.inner_steps for fragment in fragments)
-        self._synced_at = self.inner_steps
+        self._steps_since_sync = 0
         for fragment in fragments:
             fragment.forget_local()
 
@@ -462,12 +407,11 @@ class OuterLoop:
         nothing.
         """
         self._end_sync_early()
-        while not (self.result.is_over and self.inner_steps == self._synced_at):
+        while self._steps_since_sync or not self.result.is_over:
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
                 break
             self.sync(Role.ENDS)
-        self.role = Role.TRAINS
         self.ends_with_next_step = False
         for fragment in self.fragments:
             fragment.take_global()
@@ -482,21 +426,13 @@ class OuterLoop:
         self.sync(Role.IDLES)
 
     def _end_sync_early(self) -> None:
-        """End the sync in flight, if there is one. A sync from a checkpoint is sent first."""
-        if self.in_flight is None:
-            return
-        with self.clock.blocking():
-            if self.is_unsent:
-                self.send()
-            self.end_sync()
-
-    @property
-    def is_unsent(self) -> bool:
-        """Whether a checkpoint has left a sync in flight that is still to be sent."""
-        return any(each.phase is Phase.RESTORED for each in self.fragments)
+        """End the sync in flight, if there is one."""
+        if self.in_flight is not None:
+            with self.clock.blocking():
+                self.end_sync()
 
 
-def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None) -> None:
+def _clear_state(optimizer: torch.optim.Optimizer, sick: Sequence[FragmentSync]) -> None:
     """Reset the inner optimizer's state: moments, and the perturbation that SAM would undo.
 
     A wrapper such as Composer's SAM has the optimizer that it wraps as ``base_optimizer``, and the
@@ -504,13 +440,11 @@ def _clear_state(optimizer: torch.optim.Optimizer, fragment: FragmentSync | None
 
     Args:
         optimizer: The inner optimizer.
-        fragment: Whose state. None: all of it.
+        sick: The fragments whose state is reset.
     """
     each: Any = optimizer
     while isinstance(each, torch.optim.Optimizer):
-        if fragment is None:
-            each.state.clear()
-        else:
+        for fragment in sick:
             for tensor in fragment.globals.live.values():
                 each.state.pop(tensor, None)
         each = getattr(each, "base_optimizer", None)

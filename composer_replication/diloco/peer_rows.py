@@ -138,20 +138,11 @@ def read_rows(table: Tensor, num_digests: int) -> tuple[dict[int, PeerRow], dict
     return rows, faults
 
 
-class Difference(NamedTuple):
-    """Groups that hold something else than most groups.
-
-    Attributes:
-        ranks: Their ranks in the quorum. All ranks, if there is no majority.
-        what: What differs.
-    """
-
-    ranks: list[int]
-    what: str
-
-
-def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[Difference]:
+def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[tuple[list[int], str]]:
     """Yield how the groups' outer steps and digests differ.
+
+    Yields the ranks of the groups that hold something else than most groups, of all groups if there
+    is no majority, and what differs.
 
     Args:
         rows: The valid rows by rank in the quorum. At least one.
@@ -169,7 +160,7 @@ def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[Difference]:
 
 def _compare(
     rows: Mapping[int, PeerRow], held: Mapping[int, int], what: str
-) -> Iterator[Difference]:
+) -> Iterator[tuple[list[int], str]]:
     if len(set(held.values())) < 2:
         return
     # A group that has just been healed holds a copy, which is no evidence of what is right.
@@ -178,7 +169,7 @@ def _compare(
     ranks = [*held]
     if 2 * count > len(trusted):  # there is a majority
         ranks = [rank for rank, value in held.items() if value != most]
-    yield Difference(ranks, what)
+    yield ranks, what
 
 
 def equal_samples(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.outer_health import GroupMetrics, beyond_all_others
@@ -31,10 +28,6 @@ class DivergenceError(RuntimeError):
     A group raises it in a sync if its outer step or a digest differs from those of most groups, or
     if there is no majority. Stop the group, and start it again without its checkpoint.
     """
-
-
-LeaveOut = Callable[[Mapping[int, GroupMetrics]], set[int]]
-"""Takes the metrics of the groups whose rows are valid, by rank, and returns the ranks left out."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +76,8 @@ class TableResult:
 class PeerTable:
     """The exchange of rows beside one sync: a Work, which checks the rows of all groups.
 
+    It is sent in a quorum. Wait for it last, so that it ends before the vote.
+
     The table answers seven questions that torchft does not:
 
     * Were all groups of the quorum in this sum? With a quorum id that was used before, the
@@ -101,48 +96,39 @@ class PeerTable:
         manager: The torchft manager, or its simulated double.
         row: This group's.
         mean: What is sent beside the table. Its sum is checked against the table.
-        leave_out: Called if messages are gathered, and not summed.
+        leave_out: Called if messages are gathered, and not summed: takes the metrics of the groups
+            whose rows are valid, by rank, and returns the ranks left out.
 
     Attributes:
         result: What the table says; empty before ``wait``.
     """
 
+    result = TableResult()
+
     def __init__(
-        self, manager: DiLoCoManager, row: PeerRow, mean: WeightedMean, leave_out: LeaveOut
+        self,
+        manager: DiLoCoManager,
+        row: PeerRow,
+        mean: WeightedMean,
+        leave_out: Callable[[Mapping[int, GroupMetrics]], set[int]],
     ) -> None:
         self._manager = manager
         self._row = row
         self._mean = mean
         self._leave_out = leave_out
-        self._table = Tensor()
-        self._work: Any = None
-        self.result = TableResult()
-
-    def send(self) -> None:
-        """Start the exchange, in a quorum. Wait for it last, so that it ends before the vote."""
-        manager = self._manager
-        own = torch.frombuffer(bytearray(self._row.encode()), dtype=torch.uint8)
-        own = own.to(self._mean.device)
+        own = torch.frombuffer(bytearray(row.encode()), dtype=torch.uint8).to(mean.device)
         self._table = own.new_zeros(manager.num_participants(), own.numel())
         # Gathered and not summed: no group can write into another's row.
         self._work = manager.all_gather(self._table.view(-1), own)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> None:
         """Wait for the rows, check them and the mean, and set ``result``.
-
-        Args:
-            timeout: Ignored. The manager's timeout bounds the wait.
 
         Raises:
             DivergenceError: This group holds other global parameters than most groups, or there is
                 no majority.
         """
-        del timeout
-        has_ended = self._work.wait()
-        self.result = self._read()
-        return has_ended
-
-    def _read(self) -> TableResult:
+        self._work.wait()
         manager = self._manager
         rows: Mapping[int, PeerRow] = {}
         faults: dict[int, str] = {}
@@ -160,15 +146,23 @@ class PeerTable:
         if manager.gathers:
             # A collective of the group's ranks: all of them gather, also one that has an error.
             left_out = self._leave_out(sound)
-            self._log_left_out(left_out, faults)
+            for rank in left_out:
+                log.warning(
+                    "The sync after outer step %d leaves out replica group %s, which takes over "
+                    "the global parameters: %s",
+                    self._row.outer_step,
+                    self._names[rank],
+                    faults.get(rank, "its messages are not what it says of them"),
+                )
         else:
             doubt = self._doubt(sound, faults)
         if doubt:
             manager.report_error(ConnectionError(f"what arrived is not sound ({doubt})"))
         if manager.errored():
-            return TableResult(has_doubts=bool(doubt))
-        same = equal_samples(rows, manager.participating_rank() or 0, self._names)
-        return TableResult(rows, left_out, equal_samples=same)
+            self.result = TableResult(has_doubts=bool(doubt))
+        else:
+            same = equal_samples(rows, manager.participating_rank() or 0, self._names)
+            self.result = TableResult(rows, left_out, equal_samples=same)
 
     @property
     def _names(self) -> list[str]:
@@ -183,16 +177,6 @@ class PeerTable:
             return ""
         doubts = [f"replica group {names[rank]}: {fault}" for rank, fault in faults.items()]
         return ", ".join(doubts) or self._mean.doubt(sound.values())
-
-    def _log_left_out(self, left_out: Collection[int], faults: Mapping[int, str]) -> None:
-        for rank in left_out:
-            log.warning(
-                "The sync after outer step %d leaves out replica group %s, which takes over the "
-                "global parameters: %s",
-                self._row.outer_step,
-                self._names[rank],
-                faults.get(rank, "its messages are not what it says of them"),
-            )
 
     def _check_agreement(self, rows: Mapping[int, PeerRow]) -> None:
         for odd, what in find_differences(rows):

@@ -1,4 +1,7 @@
-"""When a start or a sync is tried again: who is to blame, who leaves, and when to give up."""
+"""When a start or a sync is tried again, and when to give up.
+
+``outer_loop.py`` makes the attempts, and ``replica/quorum.py`` says who is to blame for a failure.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,6 @@ class SyncRetries:
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state.
-        max_retries: How many attempts that count may fail in a row.
         give_up_after_s: How long to wait for enough groups, in seconds. None: without a limit.
 
     Attributes:
@@ -129,38 +131,52 @@ class SyncRetries:
     """
 
     def __init__(
-        self,
-        manager: DiLoCoManager,
-        state: GlobalState,
-        max_retries: int,
-        give_up_after_s: float | None,
+        self, manager: DiLoCoManager, state: GlobalState, give_up_after_s: float | None
     ) -> None:
         self._manager = manager
         self._state = state
         self._waiting = Waiting("to sync", give_up_after_s)
-        self._max_retries = max_retries
         self.count = 0
         self._num_unexplained = 0
-        self._cause = ""
-        self._had_too_few = False
 
-    def wait(self) -> None:
-        """Wait before the next attempt, after one that did not commit.
+    def form_quorum(self, is_joining: bool, has_doubts: bool) -> None:
+        """Wait after an attempt that did not commit, and form the quorum of the next one.
+
+        Args:
+            is_joining: Whether this group is a joiner. Failures that it has caused count.
+            has_doubts: Whether a rank of this group takes what has arrived for unsound. The next
+                attempts then gather the messages, and the first of them is made in any case: it
+                finds whom to leave out.
 
         Raises:
-            SyncError: Too few groups have been connected for longer than ``give_up_after_s``.
+            SyncError: More attempts have failed than this group may make, or too few groups have
+                been connected for longer than ``give_up_after_s``.
         """
-        present = self._manager.num_participants()
-        needed = self._manager._min_replica_size
-        self._cause = why_not_committed(self._manager)
-        self._had_too_few = self._manager.errored() is None and present < needed
-        if self._had_too_few:
+        manager = self._manager
+        is_first_doubt = has_doubts and not manager.asks_to_gather
+        manager.asks_to_gather |= has_doubts  # until the sync has committed
+        cause = why_not_committed(manager)
+        present = manager.num_participants()
+        needed = manager._min_replica_size
+        has_too_few = manager.errored() is None and present < needed
+        if has_too_few:
             situation = f"{present} replica groups are connected, and min_replica_size={needed}"
             self._waiting.go_on(
                 lambda: situation, "Start the missing groups again, or lower min_replica_size"
             )
             time.sleep(POLL_S)
+        else:
+            self._back_off(cause)
+        manager.start_quorum()  # only this says which group has caused the failure
+        if is_first_doubt:
             return
+        if manager.fault == "another" or (manager.fault == "this" and not is_joining):
+            self._num_unexplained = 0
+        elif not has_too_few:
+            self._num_unexplained += 1
+            self._check_limit(is_joining, cause)
+
+    def _back_off(self, cause: str) -> None:
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
         self.count += 1
         log.warning(
@@ -168,43 +184,29 @@ class SyncRetries:
             "trying again in %.1f s",
             self._state.outer_step,
             self.count,
-            self._cause,
+            cause,
             pause_s,
         )
         time.sleep(pause_s)
 
-    def check_limit(self, is_joining: bool) -> None:
+    def _check_limit(self, is_joining: bool, cause: str) -> None:
         """Give up after too many failed attempts.
-
-        Called in the next attempt's quorum, since only that says which group caused the failure.
 
         A joiner gives up before the groups in training. Of these, one gives up at a time, the last
         one of the quorum first: the others may succeed without it.
-
-        Args:
-            is_joining: Whether this group is a joiner. Failures that it has caused count.
-
-        Raises:
-            SyncError: More attempts have failed than this group may make.
         """
-        fault = self._manager.fault
-        if fault == "another" or (fault == "this" and not is_joining):
-            self._num_unexplained = 0
-            return
-        if self._had_too_few:
-            return
-        self._num_unexplained += 1
+        max_retries = self._state.settings.max_sync_retries
         if is_joining:
             limit = MAX_FAILED_JOINS - 1
         else:
             rank = self._manager.participating_rank() or 0
-            limit = self._max_retries + self._manager.num_participants() - 1 - rank
+            limit = max_retries + self._manager.num_participants() - 1 - rank
         if self._num_unexplained > limit:
             error = SyncError(
                 f"the sync after outer step {self._state.outer_step} did not commit in "
-                f"{self._num_unexplained} attempts, the last one because {self._cause}. Local "
+                f"{self._num_unexplained} attempts, the last one because {cause}. Local "
                 "parameters are kept. Check that the other replica groups and the lighthouse are "
-                f"alive, or raise max_sync_retries={self._max_retries}"
+                f"alive, or raise max_sync_retries={max_retries}"
             )
             # The others are in a quorum with this group, and must not wait for it.
             self._manager.report_error(error)
@@ -232,16 +234,14 @@ class StartBarrier:
         self._waiting = Waiting("for replica groups", options.start_timeout_s, log_after_s=2.0)
         self._can_commit = True
         self._failures = 0
-        self._last_failure: str | None = None
 
     def vote_to_start(self, device: torch.device) -> bool:
         """Vote on the start with the other groups of this quorum.
 
         With fewer groups than ``min_replica_size`` no group votes yes: a start sends all
-        parameters, and could not commit.
-
-        The groups start if one votes yes and none has a veto. All see the same sum of the votes, so
-        they start together or not at all, however long each has been waiting.
+        parameters, and could not commit. The groups start if one votes yes and none has a veto. All
+        see the same sum of the votes, so they start together or not at all, however long each has
+        been waiting.
 
         Args:
             device: Where the votes are summed.
@@ -254,65 +254,46 @@ class StartBarrier:
             NothingToContinueFromError: This group must not start, and every group that could hold
                 the run's state is connected.
         """
+        manager = self._manager
         options = self._options
-        num_present = self._manager.num_participants()
+        num_present = manager.num_participants()
         is_enough = num_present >= options.num_awaited
         starts_late = options.on_start_timeout == "start" and self._waiting.is_late
-        self._can_commit = num_present >= self._manager._min_replica_size
-        vetoes = self._start_refusal is not None and self._manager.current_step() == 0
+        self._can_commit = num_present >= manager._min_replica_size
+        vetoes = self._start_refusal is not None and manager.current_step() == 0
         is_yes = self._can_commit and (is_enough or starts_late)
-        # Summed, so that all groups see the same votes, and start together or not at all.
         votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
-        self._manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
-        if self._manager.errored() is not None:
+        manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
+        if manager.errored() is not None:
             return False
         situation = f"{num_present} of {options.num_awaited} replica groups are connected"
         if not self._can_commit:
-            situation += f", and min_replica_size={self._manager._min_replica_size}"
+            situation += f", and min_replica_size={manager._min_replica_size}"
         num_yes, num_vetoes = votes.tolist()
         if vetoes:
             situation += f", and none of them has the run's state. {self._start_refusal}"
             if is_enough:
                 raise NothingToContinueFromError(situation)
         if num_vetoes or not num_yes:
-            self._manager.report_error(StartPostponed(situation))
+            manager.report_error(StartPostponed(situation))
             return False
         if not is_enough:
             log.warning("Starting although %s", situation)
         return True
 
-    def check_failures(self) -> None:
-        """Count a start that failed because of this group.
-
-        Called in the quorum after the failed start, since that quorum names the group at fault.
-
-        Raises:
-            TimeoutError: The start has failed ``MAX_FAILED_JOINS`` times because of this group.
-        """
-        failure = self._last_failure
-        self._last_failure = None
-        if failure is None or self._manager.fault == "another":
-            return
-        self._failures += 1
-        if self._failures == MAX_FAILED_JOINS:
-            raise TimeoutError(
-                f"the start has failed {self._failures} times because of this group, which leaves. "
-                f"The last time {failure}"
-            )
-
-    def wait(self) -> None:
-        """Wait ``START_POLL_S`` seconds after a start that did not commit.
+    def form_quorum(self) -> None:
+        """Wait ``START_POLL_S`` seconds after a start that did not commit, and form a quorum.
 
         Raises:
             TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
-                with.
+                with; or the start has failed ``MAX_FAILED_JOINS`` times because of this group.
         """
         error = _original(self._manager.errored())
-        cause = why_not_committed(self._manager)
         situation = str(error)
-        if not isinstance(error, StartPostponed):  # for example because a group has left again
+        is_failure = not isinstance(error, StartPostponed)
+        if is_failure:  # for example because a group has left again
+            cause = why_not_committed(self._manager)
             situation = f"the start did not commit: {cause}"
-            self._last_failure = situation
             log.warning("The start did not commit: %s", cause)
         options = self._options
         may_start = options.on_start_timeout == "start" and self._start_refusal is None
@@ -323,6 +304,15 @@ class StartBarrier:
             )
         self._waiting.log(lambda: situation)
         time.sleep(START_POLL_S)
+        self._manager.start_quorum()  # only this says which group has caused the failure
+        if not is_failure or self._manager.fault == "another":
+            return
+        self._failures += 1
+        if self._failures == MAX_FAILED_JOINS:
+            raise TimeoutError(
+                f"the start has failed {self._failures} times because of this group, which leaves. "
+                f"The last time {situation}"
+            )
 
 
 def why_not_committed(manager: DiLoCoManager) -> str:

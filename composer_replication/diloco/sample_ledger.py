@@ -100,7 +100,7 @@ class Ledger:
 
     def rows(self) -> list[list[int]]:
         """The entries as plain containers: stream, position, in_part."""
-        return [list(entry) for _, entry in sorted(self.entries.items())]
+        return sorted(map(list, self.entries.values()))
 
     def load_rows(self, rows: Iterable[Iterable[int]]) -> None:
         """Replace the entries by those of ``rows()``, of another group or of a checkpoint."""

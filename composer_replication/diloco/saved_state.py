@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Unsynced
+from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Phase, Unsynced
 from composer_replication.diloco.outer_loop import OuterLoop
 
 
@@ -26,9 +26,11 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         counted = fragment.unsynced
         rates = float(counted.learning_rates)
         since_sync.append([counted.inner_steps, counted.samples, rates])
-        residual |= _residual(fragment)
-    if copies:
-        residual = {name: tensor.clone() for name, tensor in residual.items()}
+        of_group = fragment.mean.gather_residual()
+        if of_group is not None:
+            # By name, in the shapes of the parameters.
+            views = fragment.globals.whole_views(of_group.clone() if copies else of_group)
+            residual |= zip(fragment.globals.theta, views, strict=True)
     return state.whole_state_dict(copies=copies) | {
         "since_sync": since_sync,
         "reading": state.ledger.local_state(),
@@ -49,7 +51,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     """
     state = loop.state
     state.resume(saved)
-    loop.resume(saved["inner_steps"])
+    loop.inner_steps = saved["inner_steps"]
     loop.round_length.load_state_dict(saved["round_length"])
     loop.usual_pace.load_state_dict(saved["usual_pace"])
     residual = saved["residual"]
@@ -68,7 +70,7 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """
     if fragment is None:
         return None
-    packed = fragment.to_resume_with
+    packed = fragment.packed if fragment.phase is Phase.SENT else fragment.unsynced.unsent
     if packed is None or packed.local is None:
         return None
     local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
@@ -94,12 +96,3 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
         fragment.restore(Packed(**packed))
     loop.set_torchft_step()
     return saved is not None
-
-
-def _residual(fragment: FragmentSync) -> dict[str, Tensor]:
-    """The error-feedback residual by name, in the shapes of the parameters; empty without one."""
-    residual = fragment.mean.gather_residual()
-    if residual is None:
-        return {}
-    views = fragment.globals.whole_views(residual)
-    return dict(zip(fragment.globals.theta, views, strict=True))

@@ -1,8 +1,13 @@
-"""What a committed sync did and cost: the one table of metrics."""
+"""What a committed sync did and cost: the one table of metrics, and where each comes from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from composer_replication.diloco.fragment_sync import FragmentSync
+from composer_replication.diloco.hang_watch import SyncSeconds
+from composer_replication.diloco.outer_health import directions
 
 
 @dataclass(frozen=True)
@@ -84,3 +89,34 @@ class SyncReport:
     outer_momentum: float
     global_digest: str | None
     equal_samples: tuple[str, ...]
+
+
+def report_of(sync: FragmentSync, seconds: SyncSeconds, **counted: Any) -> SyncReport:
+    """What a fragment's sync did. Every rank of the group makes it: norms are collectives.
+
+    Args:
+        sync: The fragment, after its outer step.
+        seconds: Where the time since the previous sync went.
+        counted: What the outer loop counts: the other numbers of the report by name.
+    """
+    mean = sync.mean
+    norms = sync.globals.step_norms()
+    outer = sync.globals.optimizer.param_groups[0]
+    return SyncReport(
+        fragment=sync.fragment_id,
+        contribution=mean.contribution,
+        total_contribution=sync.total_contribution,
+        sync_seconds=seconds.blocked,
+        wait_seconds=seconds.waited,
+        compute_fraction=seconds.compute_fraction,
+        bytes_sent=mean.num_bytes,
+        bytes_float32=mean.num_bytes_float32,
+        pseudo_gradient_norm=mean.norm,
+        outer_momentum_norm=norms.momentum,
+        momentum_cosine=norms.momentum_cosine if sync.total_contribution else None,
+        outer_lr=outer["lr"],
+        outer_momentum=outer.get("momentum", 0.0),
+        equal_samples=sync.result.equal_samples,
+        **directions(sync.result.metrics, norms.mean),
+        **counted,
+    )

@@ -7,7 +7,6 @@ names that we use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -53,7 +52,7 @@ class DiLoCoManager(Protocol):
     def all_gather(self, gathered: Tensor, own: Tensor) -> Any: ...
     def should_commit(self) -> bool: ...
     def errored(self) -> Any: ...
-    def report_error(self, e: Exception) -> None: ...
+    def report_error(self, e: Any) -> None: ...
     def allow_state_dict_read(self) -> None: ...
     def disallow_state_dict_read(self) -> None: ...
     def register_state_dict_fn(
@@ -162,9 +161,7 @@ class Then(NamedTuple):
     work: Any
     step: Callable[[], object]
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> None:
         """Wait for the Work, then take the step. The manager's timeout bounds the wait."""
-        del timeout
-        has_ended = self.work.wait()
+        self.work.wait()
         self.step()
-        return has_ended
