@@ -12,21 +12,26 @@ from collections.abc import Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
+from torchft.process_group import ProcessGroup
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.retry import LOG_EVERY_S, POLL_S, Waiting
+from composer_replication.options import ReplicaOptions, lighthouse_of, replica_id_of
 from composer_replication.replica.addresses import bracketed
-from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
-from composer_replication.replica.lighthouse import LastingServer, read_status
+from composer_replication.replica.lighthouse import (
+    CONNECT_TIMEOUT_S,
+    LastingServer,
+    LighthouseStatus,
+    read_status,
+)
 from composer_replication.replica.peer_client import Notices
-from composer_replication.replica.peer_server import PeerServer
-from composer_replication.replica.process_group import check_is_torchft_s
 from composer_replication.replica.quorum import MemberReport, QuorumConnection, group_name
 from composer_replication.replica.quorum_member import (
     MissingMembers,
@@ -37,6 +42,13 @@ from composer_replication.replica.quorum_member import (
 from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm, find_unreachable
 
 log = logging.getLogger(__name__)
+
+QUORUM_TIMEOUT_S = 3600.0
+"""How long torchft waits for a quorum, in seconds, before this group asks again."""
+
+QUORUM_RETRIES = 4 * 3600
+"""How often in that time a lighthouse that is away is asked: four times a second. After one that
+was killed and came back at once, the survivors commit 0.3 s later, and not a second."""
 
 _departed: list[ReplicaManager] = []
 """Managers that have left. Their connections stay open until another manager of this process
@@ -90,75 +102,88 @@ class ReplicaManager(InterruptibleManager):
     ``report_error``, which gloo's threads call too.
 
     Args:
-        replica_id: Name of this group.
-        lighthouse_addr: ``http://host:port`` of the lighthouse.
-        hostname: How peers reach this machine. None: its host name, and every interface.
-        server: Where peers find the state and the notices of this rank. Its tokens are the run's.
-        num_replicas: How many groups a cold start waits for; None: DiLoCo decides.
-        give_up_after_s: How long to wait for a quorum before that is an error, in seconds. None:
-            for ever.
+        options: Of this group, with how peers reach this machine. ``hostname=None``: its host name,
+            and every interface.
+        ranks: This process's rank in the group, and the number of them.
+        store_address: Host and port of the group's store.
+        process_group: Averages between groups.
+        transport: Serves this rank's state, and has fetched that of the groups in training. Its
+            server also has the notices of this rank, and its tokens are the run's.
         store: The group's TCPStore if this process hosts it. The reference keeps it alive.
-        prefetch: Has downloaded the global state, if there are groups in training.
-        **arguments: torchft's own (``Manager.__init__``).
 
     Attributes:
         connection: How often the members of a quorum have connected so far.
         member: This group as a member of quorums.
         settings: What has to be equal in all groups; DiLoCo adds the settings and the model.
         asks_to_gather: Whether this group asks that messages are gathered, and not summed.
-
-    Raises:
-        ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
     """
+
+    _checkpoint_transport: HealTransport
+    _manager: LastingServer | None
 
     def __init__(
         self,
-        *,
-        replica_id: str,
-        lighthouse_addr: str,
-        hostname: str | None,
-        server: PeerServer,
-        num_replicas: int | None = None,
-        give_up_after_s: float | None = None,
-        store: object = None,
-        prefetch: Prefetch | None = None,
-        **arguments: Any,
+        options: ReplicaOptions,
+        ranks: tuple[int, int],
+        store_address: tuple[str, int],
+        process_group: ProcessGroup,
+        transport: HealTransport,
+        store: TCPStore | None,
     ) -> None:
-        check_is_torchft_s(arguments["pg"])
         super().__init__(
-            replica_id=replica_id,
-            lighthouse_addr=lighthouse_addr,
-            hostname=bracketed(hostname or socket.gethostname()),
-            **arguments,
+            pg=process_group,
+            load_state_dict=None,  # DiLoCo and the callback register theirs
+            state_dict=None,
+            min_replica_size=options.min_replica_size,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=options.timeout),
+            quorum_timeout=timedelta(seconds=QUORUM_TIMEOUT_S),
+            connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            rank=ranks[0],
+            world_size=ranks[1],
+            store_addr=store_address[0],
+            store_port=store_address[1],
+            lighthouse_addr=lighthouse_of(options),
+            replica_id=replica_id_of(options),
+            hostname=bracketed(options.hostname or socket.gethostname()),
+            checkpoint_transport=transport,
+            init_sync=False,  # DiLoCo starts the groups itself, ADR-006
+            quorum_retries=QUORUM_RETRIES,
         )
         self.store = store
-        self._prefetch = prefetch
-        self.num_replicas = num_replicas
-        self.give_up_after_s = give_up_after_s
-        self._lighthouse_addr = lighthouse_addr
-        self._server = server
+        self.num_replicas = options.num_replicas
+        self.give_up_after_s = options.give_up_after_s
+        self._lighthouse_addr = lighthouse_of(options)
+        self._server = transport.server
         self._is_shut_down = False
         self.connection = 0
         self.asks_to_gather = False
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
-        self.member = QuorumMember(
+        self.member = self._as_member()
+        self.settings = self.member.own.settings
+        self._client = AnsweringClient(self._client)
+
+    def _as_member(self) -> QuorumMember:
+        report = MemberReport(
+            manager=self._store.get(MANAGER_ADDR_KEY).decode(),
+            board=self._server.address,
+            settings={"ranks": self._group_world_size},
+        )
+        return QuorumMember(
             self._store.get(REPLICA_ID_KEY).decode(),
-            MemberReport(
-                manager=self._store.get(MANAGER_ADDR_KEY).decode(),
-                board=server.address,
-                settings={"ranks": self._group_world_size},
-            ),
-            server.tokens,
-            MissingMembers(lambda: read_status(lighthouse_addr).alive),
+            report,
+            self._server.tokens,
+            MissingMembers(lambda: self._read_status().alive),
             self._find_unreachable,
             self._min_replica_size,
             self._group_rank,
             self._group_world_size,
             self._store,
         )
-        self.settings = self.member.own.settings
-        self._client = AnsweringClient(self._client)
+
+    def _read_status(self) -> LighthouseStatus:
+        return read_status(self._lighthouse_addr)
 
     _HOLDING_SOCKETS = (
         "_pg",
@@ -167,7 +192,6 @@ class ReplicaManager(InterruptibleManager):
         "member",
         "_manager",
         "_checkpoint_transport",
-        "_prefetch",
     )
 
     @property
@@ -206,16 +230,13 @@ class ReplicaManager(InterruptibleManager):
 
         torchft serves it only while the donor waits in a quorum.
         """
-        transport = cast(HealTransport, self._checkpoint_transport)
-        transport.serve(self.current_step, source, lambda: self._is_syncing)
+        self._checkpoint_transport.serve(self.current_step, source, lambda: self._is_syncing)
 
     def fetched_state(self) -> dict[str, Any] | None:
-        """Return the global state that was fetched before the first quorum; see ``Prefetch``."""
-        return None if self._prefetch is None else self._prefetch.newest()
+        """Return the global state that was fetched before the first quorum."""
+        return self._checkpoint_transport.newest()
 
-    def start_quorum(
-        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
-    ) -> None:
+    def start_quorum(self) -> None:
         """Ask for a quorum until there is one that its members use, then connect and heal.
 
         After an error in the last sync it first closes the connections. A peer that has not seen
@@ -229,29 +250,17 @@ class ReplicaManager(InterruptibleManager):
             SettingsMismatch: This group has other settings, or another model, than the run.
             DuplicateIdError: Another group of the run has this one's replica id.
         """
-        member = self.member
+        own = self.member.own
         error = self.errored()
         if error is not None:
-            member.own.has_failed |= is_own_failure(error.original_exception)
+            own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
-        member.own.gathers = self.asks_to_gather
-        self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
-        while True:
-            try:
-                quorum = self._wait(self._executor.submit(self._ask, shrink_only, timeout))
-                break
-            except QuorumDeclined:
-                member.missing.wait(self._waiting.began)
-            except QuorumFailed as error:
-                log.warning("No quorum: %s. Asking again", error)
-                self._go_on()
-                # If the lighthouse is away, the request fails at once: do not spin.
-                time.sleep(POLL_S)
-        if not member.keeps_connection:
+        own.gathers = self.asks_to_gather
+        self._client.quorum = self._wait_for_quorum()
+        if not self.member.keeps_connection:
             self._quorum_id = -1  # torchft connects again when the quorum's id has changed
-        self._client.quorum = quorum
         try:
-            super().start_quorum(allow_heal, shrink_only, timeout)
+            super().start_quorum()
         except BaseException:
             # torchft keeps the failed future, and would raise its error in every later quorum.
             self._quorum_future = None
@@ -262,10 +271,24 @@ class ReplicaManager(InterruptibleManager):
             # error. Peers are about to send: without the alarm they would wait for our part.
             # A heal comes after the connection, and its failure is always this group's own: no
             # other member can tell what went wrong.
-            member.own.has_failed = member.own.connection is not None
+            own.has_failed = own.connection is not None
             self._close_connections()
 
-    def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
+    def _wait_for_quorum(self) -> Any:
+        """Ask for a quorum until there is one that its members use."""
+        self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
+        while True:
+            try:
+                return self._wait(self._executor.submit(self._ask))
+            except QuorumDeclined:
+                self.member.missing.wait(self._waiting.began)
+            except QuorumFailed as error:
+                log.warning("No quorum: %s. Asking again", error)
+                self._go_on()
+                # If the lighthouse is away, the request fails at once: do not spin.
+                time.sleep(POLL_S)
+
+    def _ask(self) -> Any:
         """Ask the lighthouse for a quorum, and decide with its other members whether to use it.
 
         The request is that of torchft's ``Manager._async_quorum``, with a report in the handle.
@@ -277,13 +300,13 @@ class ReplicaManager(InterruptibleManager):
         failures = 0 if self.member.is_left_out else self._commit_failures
         try:
             if self._manager is not None:  # on rank 0, in whose process it is
-                cast(LastingServer, self._manager).restart_if_it_refuses("This group's manager")
+                self._manager.restart_if_it_refuses("This group's manager")
             quorum = self._client.ask(
                 group_rank=self._group_rank,
                 step=self._step,
                 checkpoint_metadata=self._checkpoint_transport.metadata(),
-                shrink_only=shrink_only,
-                timeout=timeout or self._quorum_timeout,
+                shrink_only=False,
+                timeout=self._quorum_timeout,
                 init_sync=self._init_sync,
                 commit_failures=failures,
                 reconfigure_handle=handle,
@@ -326,7 +349,7 @@ class ReplicaManager(InterruptibleManager):
 
     def _go_on(self) -> None:
         self._waiting.go_on(
-            lambda: read_status(self._lighthouse_addr).situation,
+            lambda: self._read_status().situation,
             "Start the missing replica groups again, or the lighthouse, or raise give_up_after_s",
         )
 

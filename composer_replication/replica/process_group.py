@@ -130,25 +130,6 @@ def make_process_group(backend: str, timeout: float, hostname: str | None = None
     return group
 
 
-def check_is_torchft_s(group: TorchProcessGroup) -> None:
-    """Refuse a process group of torch itself, whose handle is not torchft's.
-
-    torchft's Manager takes them since torch 2.14 (``enable_reconfigure=True``). Their handles are
-    not JSON, where ours tell the peers under which host a group is reached, and where members of a
-    quorum report to each other.
-
-    Raises:
-        ValueError: It is a process group of torch itself.
-    """
-    if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"{type(group).__module__}.{type(group).__name__} is a process group of torch's own, "
-            "whose reconfigure handle is not torchft's JSON, in which replica groups tell each "
-            "other how they are reached: use make_manager(backend='gloo') or backend='nccl', or "
-            "give a group of torchft.process_group"
-        )
-
-
 def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
     """Make a gloo group with our own options, which torchft's ``_create_pg`` does not take."""
     backend = TorchGloo(store, rank, world_size, options)

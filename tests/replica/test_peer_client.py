@@ -127,18 +127,19 @@ def test_an_answer_that_is_none_is_an_error(odd):
     [
         None,
         {},
-        ["x", 9, False, None, None],
-        [1, 9, False, None],
-        [1, -1, False, None, None],
-        [1, 9, False, [3, 4], None],
-        [1, 9, False, ["a"], None],
-        [1, 9, False, ["a", 2**60], None],
+        ["x", 9, False, ["", 0], ["", 0]],
+        [1, 9, False, ["", 0]],
+        [1, 9, False, None, ["", 0]],
+        [1, -1, False, ["", 0], ["", 0]],
+        [1, 9, False, [3, 4], ["", 0]],
+        [1, 9, False, ["a"], ["", 0]],
+        [1, 9, False, ["a", 2**60], ["", 0]],
     ],
 )
 def test_an_offer_that_is_none_is_an_error(answer):
     with pytest.raises(PeerError, match="^there: .* is no offer of a state"):
         Offer.read(answer, "there")
-    offer = Offer.read([7, 9, False, ["ab", 12], None], "there")
+    offer = Offer.read([7, 9, False, ["ab", 12], ["", 0]], "there")
     assert offer == Offer(7, 9, state=Part("ab", 12))
 
 

@@ -47,8 +47,13 @@ class Part(NamedTuple):
         num_bytes: Its size.
     """
 
-    name: str
-    num_bytes: int
+    name: str = ""
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, body: Body) -> Part:
+        """Name and size of these bytes."""
+        return cls(state_bytes.digest_of_bytes(body), sum(map(len, body)))
 
 
 class Offer(NamedTuple):
@@ -56,18 +61,18 @@ class Offer(NamedTuple):
 
     Attributes:
         step: The manager's step.
-        num_bytes: About how large the state is, for time limits.
+        num_bytes: About how large the state is, for time limits; of the latest state only.
         is_syncing: Whether the donor is between a quorum and its vote, so that its state changes
             before the next quorum.
-        state: The global state, if it can be fetched.
+        state: The global state; without a name if it has not been copied or named for a joiner.
         rest: What others have registered with the manager, and torchft's own; in a quorum only.
     """
 
     step: int
     num_bytes: int = 0
     is_syncing: bool = False
-    state: Part | None = None
-    rest: Part | None = None
+    state: Part = Part()
+    rest: Part = Part()
 
     @classmethod
     def read(cls, answer: Any, address: str) -> Offer:
@@ -79,7 +84,7 @@ class Offer(NamedTuple):
         try:
             offer = converted(answer, cls)
             for part in (offer, offer.state, offer.rest):
-                if part is not None and not 0 <= part.num_bytes < MOST_BYTES:
+                if not 0 <= part.num_bytes < MOST_BYTES:
                     raise ValueError("a size is impossible")
             return offer
         except (ValueError, TypeError) as error:
@@ -93,15 +98,13 @@ class _Copy:
 
     Attributes:
         version: The version of the state, see ``GlobalState``.
-        step: The manager's step when it was made.
-        part: Its name and size.
+        offer: What joiners are told of it.
         body: Its bytes.
         made_at: When it was made, by ``time.monotonic``.
     """
 
     version: Hashable
-    step: int
-    part: Part
+    offer: Offer
     body: Body
     made_at: float
 
@@ -130,7 +133,7 @@ class _Quorum:
         return state_bytes.dump(self.state)
 
 
-_NOT_NAMED: tuple[Hashable, Part] = object(), Part("", 0)
+_NOT_NAMED: tuple[Hashable, Part] = object(), Part()
 
 
 class Donor:
@@ -204,10 +207,9 @@ class Donor:
             rest: Further state that torchft sends with it. It is copied.
         """
         # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
-        body = memoryview(b"".join(state_bytes.dump(rest)))
-        part = Part(state_bytes.digest_of_bytes([body]), len(body))
+        body = [memoryview(b"".join(state_bytes.dump(rest)))]
         version = object() if self._source is None else self._source.version
-        quorum = _Quorum(step, version, state, part, [body])
+        quorum = _Quorum(step, version, state, Part.of(body), body)
         with self._lock:
             self._quorum = quorum
             self._lock.notify_all()
@@ -232,7 +234,6 @@ class Donor:
     # ---- in a quorum -------------------------------------------------------------------------
 
     def _offer_in_quorum(self, step: str) -> Offer:
-        source = self._source
         limit_s = answer_limit_s(self._timeout, self._num_bytes())
         with self._lock:
             # A joiner may ask before this group has made its offer. Without the wait the answer
@@ -243,10 +244,11 @@ class Donor:
             raise KeyError(step)
         with self._making:
             part = self._name(quorum.version, lambda: quorum.body)
-            if source is not None and source.version != quorum.version:
-                self._named = _NOT_NAMED  # the vote is over; the bytes have changed while hashed
+            if self._quorum is not quorum:
+                # The vote is over: the bytes may have changed while they were hashed.
+                self._named = _NOT_NAMED
                 raise KeyError(step)
-        return Offer(quorum.step, part.num_bytes, state=part, rest=quorum.rest)
+        return Offer(quorum.step, state=part, rest=quorum.rest)
 
     def _num_bytes(self) -> int:
         return 0 if self._source is None else self._source.num_bytes
@@ -257,9 +259,7 @@ class Donor:
     def _name(self, version: Hashable, body: Callable[[], Body]) -> Part:
         """The name and size of a version of the state. The caller holds ``_making``."""
         if self._named[0] != version:
-            parts = body()
-            part = Part(state_bytes.digest_of_bytes(parts), sum(map(len, parts)))
-            self._named = version, part
+            self._named = version, Part.of(body())
         return self._named[1]
 
     # ---- at any time -------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Donor:
             with self._lock:
                 self._copy = weakref.ref(copy)
                 self._wanted.append(copy)
-            return Offer(copy.step, copy.part.num_bytes, state=copy.part)
+            return copy.offer
 
     def _make_copy(self, source: GlobalState) -> _Copy:
         """Copy the state, if possible without the lock that an outer step would wait for."""
@@ -289,8 +289,8 @@ class Donor:
                 made = self._dump(source)
         assert made is not None, "the state does not change while it is held"
         step, version, body = made
-        part = self._name(version, lambda: body)
-        return _Copy(version, step, part, body, time.monotonic())
+        offer = Offer(step, state=self._name(version, lambda: body))
+        return _Copy(version, offer, body, time.monotonic())
 
     def _dump(self, source: GlobalState) -> tuple[int, Hashable, Body] | None:
         """The manager's step, the state's version and a copy; None if the state has changed."""
@@ -307,7 +307,7 @@ class Donor:
             copy = self._copy()
             quorum = self._quorum
             version, named = self._named
-            if copy is not None and copy.part.name != name:
+            if copy is not None and copy.offer.state.name != name:
                 copy = None
             if copy is not None and self._wanted:
                 self._wanted.pop()
