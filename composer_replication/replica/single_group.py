@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,28 +16,15 @@ from torch.distributed import ReduceOp
 from composer_replication.replica.ranks import do_all_ranks_agree
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """Replaces the Work that a Manager's collectives return.
 
-    Args:
-        finish: Waits for all members and writes the result. Returns whether that succeeded.
+    Attributes:
+        wait: Waits for all members, then writes the result into its tensor. Returns whether the
+            collective succeeded. An error is reported to the manager, as in torchft.
     """
 
-    finish: Callable[[], bool]
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait for all members, then write the result into its tensor.
-
-        Args:
-            timeout: Ignored: a group that is alone waits for nobody, and ``simulate`` has one
-                timeout for every wait.
-
-        Returns:
-            Whether the collective succeeded. An error is reported to the manager, as in torchft.
-        """
-        del timeout
-        return self.finish()
+    wait: Callable[[], bool]
 
 
 class SingleGroupManager:
