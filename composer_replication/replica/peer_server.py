@@ -54,8 +54,8 @@ class PeerServer:
     A peer that connects gets a challenge. It sends a request, a list of texts of which the first is
     the kind, with a proof for that challenge. A recorded request is worth nothing on another
     connection, and one that was made for another server's address is rejected, so that a stranger
-    cannot pass it on. The answer is a value that JSON can hold, with a proof of its own, or the
-    bytes of a part of the state, which need none: the part's name is their hash.
+    cannot pass it on. The answer is a value that JSON can hold, with a proof of its own. The bytes
+    of a part of the state follow their number, and need no proof: the part's name is their hash.
 
     Each connection has a daemon thread, and so has the loop that accepts them.
 
@@ -169,20 +169,19 @@ class PeerServer:
                 answer = self.answers[kind](*arguments)
                 if isinstance(answer, AbstractContextManager):
                     body = stack.enter_context(answer)
-                    said = {"size": sum(map(len, body))}
-                else:
-                    signed = proof(self.tokens[0], "answer", *question, answer)
-                    said = {"answer": answer, "proof": signed}
+                    answer = sum(map(len, body))
+                signed = proof(self.tokens[0], "answer", *question, answer)
+                said = {"answer": answer, "proof": signed}
             except KeyError:
                 said = {"error": "nothing"}
             send(connection, said, time.monotonic() + SILENT_S)
-            if "size" in said:
+            if body:
                 _send_body(connection, body)
                 log.info(
                     "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
                     name,
                     host,
-                    said["size"],
+                    answer,
                     request[-1],
                 )
 

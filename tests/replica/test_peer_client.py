@@ -11,7 +11,14 @@ from strange_servers import strange_server
 
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal.donor import Offer, Part
-from composer_replication.replica.peer_client import Notices, PeerClient, PeerError, receive, send
+from composer_replication.replica.peer_client import (
+    Notices,
+    PeerClient,
+    PeerError,
+    proof,
+    receive,
+    send,
+)
 
 
 def in_s(seconds):
@@ -19,7 +26,7 @@ def in_s(seconds):
 
 
 def ask(address, limit_s=5.0):
-    PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(limit_s))
+    PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", limit_s=limit_s)
 
 
 def seconds_until_refused(address):
@@ -64,8 +71,10 @@ def test_a_peer_that_drips_is_given_up_at_the_deadline(kind):
 
 
 def fetch(said, size):
-    def answer(connection, _):
-        send(connection, {"size": said}, in_s(5))
+    def answer(connection, asked):
+        question = (address, "challenge", asked["nonce"], asked["name"], asked["request"])
+        signed = proof("secret", "answer", *question, said)
+        send(connection, {"answer": said, "proof": signed}, in_s(5))
         drip(connection, b"x")
 
     with strange_peer(answer) as address:

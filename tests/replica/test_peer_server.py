@@ -39,7 +39,7 @@ def soon():
 
 def ask(server, *tokens, request=("latest",)):
     client = PeerClient(tokens or ["secret"], "joiner", 5.0)
-    return client.ask(server.address, *request, deadline=soon())
+    return client.ask(server.address, *request)
 
 
 def notices(server, *tokens):

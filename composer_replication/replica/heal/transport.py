@@ -180,7 +180,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     def _fetch_from(self, donor: str, follows_commit: bool) -> None:
         while True:
             self._began = time.monotonic()
-            latest = self.ask(donor, "latest", limit_s=self._timeout)
+            latest = self.ask(donor, "latest")
             if self.downloaded is not None and latest.step == self._step:
                 return  # they have not committed since: it is the state that this group has
             limit_s = answer_limit_s(self._timeout, latest.num_bytes)
@@ -228,7 +228,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     def _is_overtaken(self) -> bool:
         """Whether the peers will have another state in their next quorum."""
         try:
-            latest = self.ask(self._address, "latest", limit_s=self._timeout)
+            latest = self.ask(self._address, "latest")
         except PeerError:
             return True  # the donor is gone: another one may have the same state
         return latest.step != self._step or latest.is_syncing
@@ -236,10 +236,10 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     def _wait_for_commit(self, download_s: float) -> bool:
         """Wait for the donor's next commit. Returns whether there was one in time."""
         try:
-            before = self.ask(self._address, "latest", limit_s=self._timeout).step
+            before = self.ask(self._address, "latest").step
             deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
             while time.monotonic() < deadline:
-                latest = self.ask(self._address, "latest", limit_s=self._timeout)
+                latest = self.ask(self._address, "latest")
                 if latest.step != before and not latest.is_syncing:
                     return True
                 time.sleep(POLL_S)
@@ -247,14 +247,13 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             log.info("%s does not answer any more: %s", self._address, error)
         return False
 
-    def ask(self, address: str, *request: str, limit_s: float) -> Offer:
-        """Ask a donor for an offer; see ``Donor.answers``.
+    def ask(self, address: str, *request: str, limit_s: float | None = None) -> Offer:
+        """Ask a donor for an offer; see ``Donor.answers`` and ``PeerClient.ask``.
 
         Raises:
             PeerError: It does not answer in time, or cannot be trusted.
         """
-        answer = self._client.ask(address, *request, deadline=time.monotonic() + limit_s)
-        return Offer.read(answer, address)
+        return Offer.read(self._client.ask(address, *request, limit_s=limit_s), address)
 
     def download(self, address: str, state: Part, deadline: float) -> dict[str, Any]:
         """Return a global state, which is downloaded unless the last download has its name.
