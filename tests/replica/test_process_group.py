@@ -14,15 +14,11 @@ import psutil
 import pytest
 import torch
 from torch.distributed.distributed_c10d import AllreduceOptions
-from torchft.process_group import ProcessGroupNCCL, reconfigure_with_store
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL, reconfigure_with_store
 
 from composer_replication.replica.addresses import interface_of
-from composer_replication.replica.process_group import (
-    Gloo,
-    GlooOnTorch27,
-    host_store,
-    make_process_group,
-)
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.process_group import host_store, make_process_group
 
 
 @pytest.fixture(autouse=True)
@@ -32,13 +28,12 @@ def no_interface_stays_set(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_the_backends_are_torchft_s_but_for_gloo_and_others_are_refused():
-    is_old = torch.__version__.startswith("2.7.")
-    gloo = make_process_group("gloo", timeout=10.0)
-    assert type(gloo) is (GlooOnTorch27 if is_old else Gloo)
+def test_the_backends_are_torchft_s_and_others_are_refused():
+    for backend in ("gloo", None):
+        assert isinstance(make_process_group(backend, timeout=10.0), ProcessGroupGloo)
     assert isinstance(make_process_group("nccl", timeout=10.0), ProcessGroupNCCL)
-    with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
-        make_process_group("mpi", timeout=10.0)
+    with pytest.raises(ValueError, match="backend='mpi'.*gloo.*nccl"):
+        make_manager(backend="mpi")
 
 
 def test_peers_get_the_host_it_was_given_or_else_this_machine_s_name(monkeypatch):

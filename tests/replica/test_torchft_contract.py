@@ -20,11 +20,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed
 import torchft.local_sgd
 from torch import nn
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroupGloo
 
 from composer_replication import DiLoCo
 from composer_replication.diloco.torchft_api import (
@@ -203,7 +201,7 @@ def test_the_manager_still_does_what_ours_hangs_on():
 
 def test_a_quorum_has_what_we_read_and_copy_of_it():
     # The stub file names a field, commit_failures, that the compiled class does not have.
-    fields = {"quorum_id", "replica_rank", "replica_ids", "reconfigure_handles", "store_address"}
+    fields = {"quorum_id", "replica_rank", "replica_ids", "reconfigure_handles"}
     assert fields | {"max_step", "heal"} <= set(dir(torchft._torchft.QuorumResult))
 
 
@@ -222,13 +220,6 @@ def test_stock_torchfts_pseudo_gradient_still_has_our_sign():
         return model.weight.item()
 
     assert simulate(replica, num_replicas=1) == [8.0]
-
-
-def test_stock_gloo_still_needs_the_option_that_torch_2_7_lacks():
-    # The reason for GlooOnTorch27. When torchft guards it, the subclass can go.
-    assert "options.global_ranks_in_group" in inspect.getsource(ProcessGroupGloo._create_pg)
-    lacks = not hasattr(torch.distributed.ProcessGroupGloo._Options, "global_ranks_in_group")
-    assert lacks == (torch.__version__ < "2.8")
 
 
 @pytest.mark.integration
