@@ -223,8 +223,8 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
         compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
 
 
-def second_holders(reports: MemberReports) -> frozenset[str]:
-    """Name the members of a quorum whose replica id another member had before them.
+def second_holders(reports: MemberReports) -> dict[str, str]:
+    """Name the members of a quorum whose replica id another member had before them, and that one.
 
     The member that was in a quorum before is the first holder of an id, or if none was, the one
     whose name sorts first. All members read the same reports, so they name the same ones.
@@ -233,9 +233,12 @@ def second_holders(reports: MemberReports) -> frozenset[str]:
         reports: By the lighthouse's name of the member: its replica id, a colon and a uuid.
     """
     holders: dict[str, str] = {}
+    found = {}
     for name in _first_comers(reports):
-        holders.setdefault(group_name(name), name)
-    return frozenset(reports.keys() - holders.values())
+        first = holders.setdefault(group_name(name), name)
+        if first != name:
+            found[name] = first
+    return found
 
 
 # ---- who is waited for -------------------------------------------------------------------------
@@ -332,7 +335,7 @@ def describe_fault(name: str, reports: MemberReports) -> str:
     )
 
 
-def members_to_leave_out(reports: MemberReports, min_replica_size: int = 1) -> frozenset[str]:
+def members_to_leave_out(reports: MemberReports, min_replica_size: int) -> frozenset[str]:
     """Name the members without which all connections of a quorum work, by the reports.
 
     Nobody is left out if a member has failed by an error of its own, if fewer than
@@ -346,7 +349,7 @@ def members_to_leave_out(reports: MemberReports, min_replica_size: int = 1) -> f
         if name is None:
             break
         del kept[name]
-        if len(kept) < max(1, min_replica_size):
+        if len(kept) < min_replica_size:
             return frozenset()
     newest = max(report.step for report in reports.values())
     if all(report.step < newest for report in kept.values()):
@@ -366,14 +369,15 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
 
     Args:
         quorum: torchft's ``QuorumResult``.
-        reports: Of the members that stay. This group is one of them.
+        reports: Of the members that stay, in the order of the quorum. This group is one of them.
         group_rank: This process's rank in its group.
 
     Returns:
         An object with the attributes that ``torchft.manager.Manager`` reads of a ``QuorumResult``.
     """
-    kept = [index for index, name in enumerate(quorum.replica_ids) if name in reports]
-    rank = kept.index(quorum.replica_rank)
+    names = [*reports]
+    rank = names.index(quorum.replica_ids[quorum.replica_rank])
+    handles = dict(zip(quorum.replica_ids, quorum.reconfigure_handles, strict=True))
     members = [*reports.values()]
     max_step = max(report.step for report in members)
     donors = [index for index, report in enumerate(members) if report.step == max_step]
@@ -385,15 +389,14 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
     return SimpleNamespace(
         quorum_id=quorum.quorum_id,
         replica_rank=rank,
-        replica_world_size=len(kept),
+        replica_world_size=len(names),
         recover_src_manager_address="" if source is None else members[source].manager,
         recover_src_replica_rank=source,
         recover_dst_replica_ranks=[joiner for joiner, donor in donor_of.items() if donor == rank],
-        store_address=quorum.store_address,
         max_step=max_step,
         max_replica_rank=donors.index(rank) if rank in donors else None,
         max_world_size=len(donors),
         heal=source is not None,
-        replica_ids=[quorum.replica_ids[index] for index in kept],
-        reconfigure_handles=[quorum.reconfigure_handles[index] for index in kept],
+        replica_ids=names,
+        reconfigure_handles=[handles[name] for name in names],
     )

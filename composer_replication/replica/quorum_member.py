@@ -141,7 +141,6 @@ class QuorumMember:
     _at_fault_since: float | None = field(init=False, default=None)
     _managers: dict[str, str] = field(init=False, default_factory=dict)
     _recheck: Recheck = field(init=False, default_factory=lambda: Recheck({}, tuple))
-    _rejection: ValueError | None = field(init=False, default=None)
     _warned: dict[str, set[str]] = field(init=False, default_factory=dict)
 
     # ---- what this member reports ------------------------------------------------------------
@@ -212,8 +211,9 @@ class QuorumMember:
             # Without the vote one rank could use a quorum that another one has declined: it would
             # wait in a vote on a commit, and the other in a request for a quorum.
             is_used = vote(is_used)
+            if not is_used:
+                self._check_rejection(vote)
         if not is_used:
-            self._check_rejection(vote)
             raise QuorumDeclined
         self.missing.deadline = None
         self._assign_blame(reports)
@@ -259,7 +259,7 @@ class QuorumMember:
             )
         self._warn("stranger", strangers)
         doubles: dict[str, str] = {}
-        for name in second_holders(reports) - {self.name}:
+        for name in second_holders(reports).keys() - {self.name}:
             host, _, _ = reports.pop(name).board.rpartition(":")
             doubles[name] = _DOUBLE.format(group_name(name), host)
         self._warn("double", doubles)
@@ -317,46 +317,41 @@ class QuorumMember:
         If it is not, and the first holder is alive, this group has to leave. The reports do not
         tell: a process that was killed while it asked for a quorum is still in the next one.
         """
-        if self.name not in second_holders(reports):
+        first = second_holders(reports).get(self.name)
+        if first is None:
             return True
         self.own.previous = None  # this member was in no quorum yet: it stays the second holder
         if self.rank != 0:
             return False
-        replica_id = group_name(self.name)
-        holders = (name for name in reports if name != self.name)
-        first = next(name for name in holders if group_name(name) == replica_id)
         board = reports[first].board
         with suppress(OSError):  # it has died, and will soon be out of the quorum
             Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
             host, _, _ = board.rpartition(":")
             self._reject(
                 DuplicateIdError(
-                    f"replica_id={replica_id!r} is taken: a living replica group on {host} has it. "
-                    "Give each group a REPLICA_GROUP_ID (replica_id=...) of its own; the ranks of "
-                    "one group call torch.distributed.init_process_group before make_manager"
+                    f"replica_id={group_name(first)!r} is taken: a living replica group on {host} "
+                    "has it. Give each group a REPLICA_GROUP_ID (replica_id=...) of its own; the "
+                    "ranks of one group call torch.distributed.init_process_group before "
+                    "make_manager"
                 )
             )
         return False
 
     def _reject(self, error: ValueError) -> None:
-        """Note on rank 0, before the ranks vote, why this group has to leave."""
-        self._rejection = error
-        if self.num_ranks > 1:
-            self.store.set(type(error).__name__, str(error))
+        """Say on rank 0 why this group has to leave: at once, or to all ranks before they vote."""
+        if self.num_ranks == 1:
+            raise error
+        self.store.set(type(error).__name__, str(error))
 
     def _check_rejection(self, vote: Callable[[bool], bool]) -> None:
         """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
         for kind in self.REJECTIONS:
-            if self.rank != 0 and self.store.check([kind.__name__]):
+            if self.store.check([kind.__name__]):
                 reason = self.store.get(kind.__name__).decode()
-                self._rejection = kind(reason)
-        if self._rejection is None:
-            return
-        # The store ends with rank 0, which therefore waits until all ranks have read it.
-        if self.num_ranks > 1:
-            with suppress(TimeoutError):
-                vote(False)
-        raise self._rejection
+                # The store ends with rank 0, which therefore waits until all ranks have read it.
+                with suppress(TimeoutError):
+                    vote(False)
+                raise kind(reason)
 
     def _assign_blame(self, reports: MemberReports) -> None:
         """Note which group made the last sync fail, and forget this group's errors of that sync.

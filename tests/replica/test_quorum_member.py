@@ -56,7 +56,6 @@ def quorum_of(handles, own, quorum_id=3):
     return SimpleNamespace(
         quorum_id=quorum_id,
         replica_rank=[*handles].index(own),
-        store_address="",
         replica_ids=[*handles],
         reconfigure_handles=[*handles.values()],
     )
