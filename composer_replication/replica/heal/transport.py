@@ -276,7 +276,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
                 into = self.downloaded.body
         self.downloaded = None  # two states at a time may not fit into memory
         body = self._fetch_part(address, state, deadline, into)
-        content = _load(body)
+        content = state_bytes.load(body)
         if not isinstance(content, dict):
             raise PeerError(f"{address} sent no state, but a {type(content).__name__}")
         self.downloaded = Download(body, content | {STATE_NAME: state.name})
@@ -318,7 +318,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         offer = self.ask(metadata, "offer", str(step), limit_s=answer_s)
         num_bytes = offer.state.num_bytes + offer.rest.num_bytes
         deadline = time.monotonic() + download_limit_s(limit_s, num_bytes)
-        rest = _load(self._fetch_part(metadata, offer.rest, deadline))
+        rest = state_bytes.load(self._fetch_part(metadata, offer.rest, deadline))
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
         rest = tree_map_only(Tensor, Tensor.clone, rest)
@@ -347,17 +347,3 @@ def _answers(address: str) -> bool:
         return can_connect(*host_and_port(address))
     except ValueError:  # a stranger has written it
         return False
-
-
-def _load(body: memoryview) -> Any:
-    """Read the bytes that a peer's ``state_bytes.dump`` made.
-
-    Raises:
-        PeerError: They are something else.
-    """
-    try:
-        return state_bytes.load(body)
-    except state_bytes.NotAState as error:
-        raise PeerError(
-            f"a peer's state is rejected, it is more than tensors and plain containers: {error}"
-        ) from error
