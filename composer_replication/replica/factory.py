@@ -141,7 +141,7 @@ def connect(
     check_lighthouse(lighthouse_addr)
     hostname = options.hostname or default_hostname(lighthouse_addr)
     options = replace(options, hostname=hostname)
-    process_group = make_process_group(options.backend or "gloo", options.timeout, hostname)
+    process_group = make_process_group(options.backend, options.timeout, hostname)
     tokens = _tokens(token, lighthouse_addr)
     store_address, store = _find_store(options, world_size, store_address)
     transport = HealTransport(
@@ -261,9 +261,7 @@ class _OneLine(logging.Filter):
     was under way. On a CPU it also warns at every new quorum that there is no NCCL to trace.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last = ""
+    _last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.exc_info = None

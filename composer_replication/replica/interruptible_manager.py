@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent import futures
-from datetime import timedelta
 from threading import Thread
 from typing import Any
 
@@ -188,7 +187,7 @@ class InterruptibleManager(Manager):
         work = InterruptibleWork(work, self._is_broken)
         return work if carried is result else Then(work, lambda: result.copy_(carried))
 
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
+    def should_commit(self) -> bool:
         """Vote, as torchft does. A signal can interrupt the wait.
 
         The vote waits for the other ranks of the group, one of which may have died. On a thread of
@@ -201,6 +200,6 @@ class InterruptibleManager(Manager):
 
         def on_stream() -> bool:
             with get_stream_context(stream):
-                return vote(timeout)
+                return vote()
 
         return self._executor.submit(on_stream).result()

@@ -185,15 +185,6 @@ class ReplicaManager(InterruptibleManager):
     def _read_status(self) -> LighthouseStatus:
         return read_status(self._lighthouse_addr)
 
-    _HOLDING_SOCKETS = (
-        "_pg",
-        "_store",
-        "_client",
-        "member",
-        "_manager",
-        "_checkpoint_transport",
-    )
-
     @property
     def fault(self) -> str | None:
         """Which group made the last sync fail: ``this``, ``another``, or None if nobody knows."""
@@ -399,13 +390,13 @@ class ReplicaManager(InterruptibleManager):
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
         return find_unreachable(handles, self._connect_timeout.total_seconds())
 
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
+    def should_commit(self) -> bool:
         """Vote, as torchft does; after a commit, close what departed managers have left open.
 
         The commit proves that this group's peers are through with every earlier sync.
         """
         try:
-            commits = super().should_commit(timeout)
+            commits = super().should_commit()
         finally:
             self._is_syncing = False
         if commits and _departed:
@@ -438,7 +429,14 @@ class ReplicaManager(InterruptibleManager):
         self._server.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
-        for name in self._HOLDING_SOCKETS:
+        for name in (
+            "_pg",
+            "_store",
+            "_client",
+            "member",
+            "_manager",
+            "_checkpoint_transport",
+        ):
             setattr(self, name, None)
         self._load_state_dict_fns.clear()
         self._user_state_dicts.clear()
