@@ -236,7 +236,7 @@ class ReplicaManager(InterruptibleManager):
 
         Raises:
             SyncError: There is no quorum after ``give_up_after_s``.
-            TimeoutError: Another rank of this group did not vote on it.
+            TimeoutError: Another rank of this group has not answered whether it uses the quorum.
             AtFaultError: Syncs have failed because of this group for too long.
             SettingsMismatch: This group has other settings, or another model, than the run.
             DuplicateIdError: Another group of the run has this one's replica id.
@@ -304,18 +304,18 @@ class ReplicaManager(InterruptibleManager):
             )
         except Exception as error:  # torchft's Rust client raises a RuntimeError or a TimeoutError
             raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error
-        return self.member.use(quorum, self._vote)
+        return self.member.use(quorum, self._do_ranks_agree)
 
-    def _vote(self, is_used: bool) -> bool:
-        """Whether all ranks of this group vote for a quorum."""
+    def _do_ranks_agree(self, is_used: bool) -> bool:
+        """Whether all ranks of this group use a quorum. Its answers travel as a vote's do."""
         try:
             return self._client.should_commit(
                 self._group_rank, self._step, is_used, timeout=self._timeout
             )
         except (RuntimeError, TimeoutError) as error:  # as torchft's Rust client raises
-            # No second try: the manager server would count the second vote for the next quorum.
+            # No second try: the manager server would count a second answer for the next quorum.
             raise TimeoutError(
-                "another rank of this group did not vote on a quorum within timeout="
+                "another rank of this group did not say whether it uses a quorum within timeout="
                 f"{self._timeout.total_seconds():g}: it has died, or hangs. End the group, and "
                 f"start it again ({str(error).splitlines()[0]})"
             ) from error

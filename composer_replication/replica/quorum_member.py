@@ -92,9 +92,9 @@ class QuorumMember:
     heals.
 
     Each rank of a group reads the reports of the same rank in the other groups, and stops waiting
-    for missing members by its own clock. So the ranks of a group vote on every quorum. Without the
-    vote one rank could use a quorum that another has declined: it would wait in a vote on a commit,
-    and the other in a request for a quorum. For the same reason groups of several ranks leave out
+    for missing members by its own clock. So the ranks of a group agree on every quorum. Otherwise
+    one rank could use a quorum that another has declined: it would wait in a vote on a commit, and
+    the other in a request for a quorum. For the same reason groups of several ranks leave out
     nobody who cannot be reached: they try again until the connection is back, or until the member
     at fault leaves.
 
@@ -182,12 +182,13 @@ class QuorumMember:
 
     # ---- what it concludes from all reports ---------------------------------------------------
 
-    def use(self, quorum: Any, vote: Callable[[bool], bool]) -> Any:
+    def use(self, quorum: Any, do_ranks_agree: Callable[[bool], bool]) -> Any:
         """Decide whether and how to use a quorum, as all its other members do.
 
         Args:
             quorum: torchft's ``QuorumResult``.
-            vote: Whether all ranks of this group vote yes; called if there are several.
+            do_ranks_agree: Takes whether this rank uses the quorum, and returns whether all ranks
+                of this group do; called if there are several.
 
         Returns:
             The quorum, perhaps of fewer members.
@@ -208,11 +209,11 @@ class QuorumMember:
         is_first = self._is_first(reports)
         is_used = is_complete and fits and is_first
         if self.num_ranks > 1:
-            # Without the vote one rank could use a quorum that another one has declined: it would
-            # wait in a vote on a commit, and the other in a request for a quorum.
-            is_used = vote(is_used)
+            # Otherwise one rank could use a quorum that another one has declined: it would wait in
+            # a vote on a commit, and the other in a request for a quorum.
+            is_used = do_ranks_agree(is_used)
             if not is_used:
-                self._check_rejection(vote)
+                self._check_rejection(do_ranks_agree)
         if not is_used:
             raise QuorumDeclined
         self.missing.deadline = None
@@ -295,7 +296,7 @@ class QuorumMember:
         It is always true on ranks other than 0.
 
         Only rank 0 compares, because torchft gives higher ranks no report of a group that has no
-        such rank. Its vote decides for all ranks.
+        such rank. Its answer decides for all ranks.
         """
         if self.rank != 0:
             return True
@@ -338,19 +339,19 @@ class QuorumMember:
         return False
 
     def _reject(self, error: ValueError) -> None:
-        """Say on rank 0 why this group has to leave: at once, or to all ranks before they vote."""
+        """Say on rank 0 why this group has to leave: at once, or to all ranks before they agree."""
         if self.num_ranks == 1:
             raise error
         self.store.set(type(error).__name__, str(error))
 
-    def _check_rejection(self, vote: Callable[[bool], bool]) -> None:
+    def _check_rejection(self, do_ranks_agree: Callable[[bool], bool]) -> None:
         """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
         for kind in self.REJECTIONS:
             if self.store.check([kind.__name__]):
                 reason = self.store.get(kind.__name__).decode()
                 # The store ends with rank 0, which therefore waits until all ranks have read it.
                 with suppress(TimeoutError):
-                    vote(False)
+                    do_ranks_agree(False)
                 raise kind(reason)
 
     def _assign_blame(self, reports: MemberReports) -> None:
