@@ -8,7 +8,6 @@ cannot keep an honest peer out.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import secrets
@@ -19,7 +18,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -48,6 +47,17 @@ PARTS_A_CALL = 1024
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+@dataclass(eq=False)
+class Served:
+    """An answer that is sent as bytes, and held until then.
+
+    Attributes:
+        body: The bytes, in parts.
+    """
+
+    body: Body
+
+
 class PeerServer:
     """Answers peers that prove that they know one of the run's tokens, until ``close``.
 
@@ -65,9 +75,8 @@ class PeerServer:
 
     Attributes:
         address: ``host:port`` under which peers reach it.
-        answers: By kind of request, a function of its arguments that gives the answer, or a context
-            with the parts of a body, which ends when they have been sent. It raises a KeyError if
-            there is nothing. It is called on the connections' threads.
+        answers: By kind of request, a function of its arguments that gives the answer. It raises a
+            KeyError if there is nothing. It is called on the connections' threads.
         unproven: The connections that may be strangers'.
     """
 
@@ -163,27 +172,23 @@ class PeerServer:
             return
         self.unproven.discard(connection)  # the token is proven: it is a peer's
         kind, *arguments = request
-        with contextlib.ExitStack() as stack:
-            body: Body = ()
-            try:
-                answer = self.answers[kind](*arguments)
-                if isinstance(answer, AbstractContextManager):
-                    body = stack.enter_context(answer)
-                    answer = sum(map(len, body))
-                signed = proof(self.tokens[0], "answer", *question, answer)
-                said = {"answer": answer, "proof": signed}
-            except KeyError:
-                said = {"error": "nothing"}
-            send(connection, said, time.monotonic() + SILENT_S)
-            if body:
-                _send_body(connection, body)
-                log.info(
-                    "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
-                    name,
-                    host,
-                    answer,
-                    request[-1],
-                )
+        try:
+            answer = self.answers[kind](*arguments)
+        except KeyError:
+            send(connection, {"error": "nothing"}, time.monotonic() + SILENT_S)
+            return
+        content = sum(map(len, answer.body)) if isinstance(answer, Served) else answer
+        signed = proof(self.tokens[0], "answer", *question, content)
+        send(connection, {"answer": content, "proof": signed}, time.monotonic() + SILENT_S)
+        if isinstance(answer, Served):
+            _send_body(connection, answer.body)
+            log.info(
+                "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
+                name,
+                host,
+                content,
+                request[-1],
+            )
 
     def _log_rejection(self, host: str, name: str) -> None:
         # A line for every request would let a stranger fill the disk.

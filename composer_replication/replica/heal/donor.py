@@ -6,15 +6,14 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.peer_client import PeerError, converted
-from composer_replication.replica.peer_server import Body
+from composer_replication.replica.peer_server import Body, Served
 
 KEPT_S = 60.0
 """How long a copy of the state is kept for a joiner that has asked for its name, in seconds."""
@@ -93,19 +92,17 @@ class Offer(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Copy:
+class _Copy(Served):
     """A copy of the global state for joiners outside of a quorum.
 
     Attributes:
         version: The version of the state, see ``GlobalState``.
         offer: What joiners are told of it.
-        body: Its bytes.
         made_at: When it was made, by ``time.monotonic``.
     """
 
     version: Hashable
     offer: Offer
-    body: Body
     made_at: float
 
 
@@ -114,14 +111,12 @@ class _Quorum:
     """What this group offers while it waits in a quorum with a joiner.
 
     Attributes:
-        step: The manager step of the quorum.
         version: The version of the global state.
         state: The global state: the tensors themselves, which do not change before the vote.
         rest: Name and size of the rest.
         rest_body: The bytes of the rest.
     """
 
-    step: int
     version: Hashable
     state: Mapping[str, Any]
     rest: Part
@@ -181,7 +176,8 @@ class Donor:
         # for its name and not for its bytes, and each connection that is sending it.
         self._wanted: list[_Copy] = []
         self._copy: Callable[[], _Copy | None] = lambda: None
-        self._quorum: _Quorum | None = None
+        # By the manager step of the quorum, as text: the one that is open, or none.
+        self._quorums: dict[str, _Quorum] = {}
 
     def serve(
         self, step: Callable[[], int], source: GlobalState, is_syncing: Callable[[], bool] = bool
@@ -209,15 +205,15 @@ class Donor:
         # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
         body = [memoryview(b"".join(state_bytes.dump(rest)))]
         version = object() if self._source is None else self._source.version
-        quorum = _Quorum(step, version, state, Part.of(body), body)
+        quorum = _Quorum(version, state, Part.of(body), body)
         with self._lock:
-            self._quorum = quorum
+            self._quorums = {str(step): quorum}
             self._lock.notify_all()
 
     def close(self) -> None:
         """End the offer of a quorum, and drop a copy that nobody has fetched in time."""
         with self._lock:
-            self._quorum = None
+            self._quorums = {}
             if self._wanted and time.monotonic() - self._wanted[0].made_at >= KEPT_S:
                 self._wanted.clear()
 
@@ -225,7 +221,7 @@ class Donor:
         """End all offers. Transfers that have begun are completed."""
         with self._lock:
             self._source = None
-            self._quorum = None
+            self._quorums = {}
             self._wanted.clear()
 
     def _latest(self) -> Offer:
@@ -238,23 +234,18 @@ class Donor:
         with self._lock:
             # A joiner may ask before this group has made its offer. Without the wait the answer
             # would be that there is nothing, and the sync would fail for all groups.
-            self._lock.wait_for(lambda: self._is_at(step), limit_s)
-            quorum = self._quorum
-        if quorum is None or str(quorum.step) != step:
-            raise KeyError(step)
+            self._lock.wait_for(lambda: step in self._quorums, limit_s)
+            quorum = self._quorums[step]
         with self._making:
             part = self._name(quorum.version, lambda: quorum.body)
-            if self._quorum is not quorum:
+            if self._quorums.get(step) is not quorum:
                 # The vote is over: the bytes may have changed while they were hashed.
                 self._named = _NOT_NAMED
                 raise KeyError(step)
-        return Offer(quorum.step, state=part, rest=quorum.rest)
+        return Offer(int(step), state=part, rest=quorum.rest)
 
     def _num_bytes(self) -> int:
         return 0 if self._source is None else self._source.num_bytes
-
-    def _is_at(self, step: str) -> bool:
-        return self._quorum is not None and str(self._quorum.step) == step
 
     def _name(self, version: Hashable, body: Callable[[], Body]) -> Part:
         """The name and size of a version of the state. The caller holds ``_making``."""
@@ -290,7 +281,7 @@ class Donor:
         assert made is not None, "the state does not change while it is held"
         step, version, body = made
         offer = Offer(step, state=self._name(version, lambda: body))
-        return _Copy(version, offer, body, time.monotonic())
+        return _Copy(body, version, offer, time.monotonic())
 
     def _dump(self, source: GlobalState) -> tuple[int, Hashable, Body] | None:
         """The manager's step, the state's version and a copy; None if the state has changed."""
@@ -301,23 +292,18 @@ class Donor:
             return None
         return step, version, body
 
-    @contextmanager
-    def _part(self, name: str) -> Iterator[Body]:
+    def _part(self, name: str) -> Served:
         with self._lock:
             copy = self._copy()
-            quorum = self._quorum
             version, named = self._named
-            if copy is not None and copy.offer.state.name != name:
-                copy = None
-            if copy is not None and self._wanted:
-                self._wanted.pop()
-        if copy is not None:
-            yield copy.body
-        elif quorum is None:
-            raise KeyError(name)
-        elif name == quorum.rest.name:
-            yield quorum.rest_body
-        elif name == named.name and version == quorum.version:
-            yield quorum.body
-        else:
-            raise KeyError(name)
+            quorums = self._quorums
+            if copy is not None and copy.offer.state.name == name:
+                if self._wanted:
+                    self._wanted.pop()
+                return copy
+        for quorum in quorums.values():
+            if name == quorum.rest.name:
+                return Served(quorum.rest_body)
+            if name == named.name and version == quorum.version:
+                return Served(quorum.body)  # without the lock: it may be copied to the host now
+        raise KeyError(name)
