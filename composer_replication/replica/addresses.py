@@ -134,7 +134,8 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
     if not can_connect(hostname.strip("[]"), port):
         raise ValueError(f"hostname={hostname!r} does not lead to this machine: {HOSTNAME_FIX}")
     lighthouse = urlsplit(lighthouse_addr).hostname or ""
-    if is_loopback(hostname) and not is_loopback(lighthouse) and not _is_local(lighthouse):
+    is_local = is_loopback(lighthouse) or _addresses(lighthouse) & _own_addresses().keys()
+    if is_loopback(hostname) and not is_local:
         raise ValueError(
             f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
             f"machine: {HOSTNAME_FIX}"
@@ -145,10 +146,6 @@ def is_loopback(hostname: str) -> bool:
     """Whether all addresses of a name are loopback addresses."""
     addresses = {address.partition("%")[0] for address in _addresses(hostname)}
     return bool(addresses) and all(ip_address(each).is_loopback for each in addresses)
-
-
-def _is_local(hostname: str) -> bool:
-    return bool(_addresses(hostname) & _own_addresses().keys())
 
 
 def _resolved(hostname: str) -> list[str]:

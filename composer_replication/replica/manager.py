@@ -112,7 +112,6 @@ class ReplicaManager(InterruptibleManager):
         store: The group's TCPStore if this process hosts it. The reference keeps it alive.
 
     Attributes:
-        connection: How often the members of a quorum have connected so far.
         member: This group as a member of quorums.
         settings: What has to be equal in all groups; DiLoCo adds the settings and the model.
         asks_to_gather: Whether this group asks that messages are gathered, and not summed.
@@ -156,7 +155,6 @@ class ReplicaManager(InterruptibleManager):
         self._lighthouse_addr = lighthouse_of(options)
         self._server = transport.server
         self._is_shut_down = False
-        self.connection = 0
         self.asks_to_gather = False
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
@@ -347,20 +345,18 @@ class ReplicaManager(InterruptibleManager):
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Connect to the members of a new quorum; torchft calls it on the executor's thread.
 
-        The connection's number is a hash of the quorum's id, its highest step and all handles. With
-        the id alone, a restarted lighthouse that counts from 1 again would lead members to the
-        addresses that the store still has from the last quorum of that id.
+        The connection's number is a hash of the quorum's id and all handles. With the id alone, a
+        restarted lighthouse that counts from 1 again would lead members to the addresses that the
+        store still has from the last quorum of that id.
 
         Raises:
             ConnectionError: A member's address does not answer, or a member does not connect.
         """
         self.member.own.connection = None
-        self.connection += 1
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
-        max_step = max(report.step for report in self.member.reports.values())
-        identity = json.dumps([communicator_id, max_step, handles]).encode()
+        identity = json.dumps([communicator_id, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
         boards = {
@@ -380,11 +376,9 @@ class ReplicaManager(InterruptibleManager):
                 "does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
                 "(hostname=...) there to a name or address of its machine that this one reaches"
             )
-        if len(handles) > 1:
-            rendezvous.wait_for_all()
+        rendezvous.wait_for_all()
         super()._reconfigure_pg(number, handles)
-        if len(handles) > 1:
-            self._alarm = SyncAlarm(next(iter(boards.values())), number)
+        self._alarm = SyncAlarm(next(iter(boards.values())), number)
         self.member.own.connection = QuorumConnection(communicator_id, len(handles), number)
 
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:

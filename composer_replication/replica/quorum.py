@@ -394,7 +394,7 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
         recover_src_replica_rank=source,
         recover_dst_replica_ranks=[joiner for joiner, donor in donor_of.items() if donor == rank],
         max_step=max_step,
-        max_replica_rank=donors.index(rank) if rank in donors else None,
+        max_replica_rank=None,  # what torchft reads of async quorums only
         max_world_size=len(donors),
         heal=source is not None,
         replica_ids=names,

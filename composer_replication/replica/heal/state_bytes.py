@@ -76,10 +76,8 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     parts = [head]
     end = len(head)
     for tensor, start in zip(tensors, _layout(end, tensors), strict=False):
-        padding = bytes(start - end)
         numbers = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-        parts.append(memoryview(padding))
-        parts.append(numbers.numpy().data)
+        parts += memoryview(bytes(start - end)), numbers.numpy().data
         end = start + tensor.nbytes
     return parts
 
