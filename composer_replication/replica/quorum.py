@@ -216,10 +216,12 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
     Raises:
         SettingsMismatch: All living groups of the last quorum have another number.
     """
-    alive = [member for member in status.members if member.replica_id in status.alive]
-    peers = [member for member in alive if group_name(member.replica_id) != replica_id]
+    peers = []
+    for member in status.members:
+        if member.replica_id in status.alive and group_name(member.replica_id) != replica_id:
+            peers.append(member)
     if peers and all(peer.world_size != num_ranks for peer in peers):
-        whose = f"replica group {group_names([peers[0].replica_id])}"
+        whose = f"replica group {group_name(peers[0].replica_id)}"
         compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
 
 
@@ -344,10 +346,7 @@ def members_to_leave_out(reports: MemberReports, min_replica_size: int) -> froze
     if any(report.has_failed for report in reports.values()):
         return frozenset()
     kept = dict(reports)
-    while True:
-        name = at_fault(kept)
-        if name is None:
-            break
+    while (name := at_fault(kept)) is not None:
         del kept[name]
         if len(kept) < min_replica_size:
             return frozenset()

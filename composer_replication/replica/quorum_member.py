@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Any, ClassVar
 
@@ -134,14 +134,16 @@ class QuorumMember:
     rank: int = 0
     num_ranks: int = 1
     store: Any = None
-    reports: MemberReports = field(init=False, default_factory=dict)
-    keeps_connection: bool = field(init=False, default=False)
-    fault: str | None = field(init=False, default=None)
-    _leave_reason: str | None = field(init=False, default=None)
-    _at_fault_since: float | None = field(init=False, default=None)
-    _managers: dict[str, str] = field(init=False, default_factory=dict)
-    _recheck: Recheck = field(init=False, default_factory=lambda: Recheck({}, tuple))
-    _warned: dict[str, set[str]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.reports: MemberReports = {}
+        self.keeps_connection = False
+        self.fault: str | None = None
+        self._leave_reason = ""
+        self._at_fault_since: float | None = None
+        self._managers: dict[str, str] = {}
+        self._recheck = Recheck({}, self.find_unreachable)
+        self._warned: dict[str, set[str]] = {}
 
     # ---- what this member reports ------------------------------------------------------------
 
@@ -246,7 +248,7 @@ class QuorumMember:
         Any process that reaches the lighthouse can be a member of a quorum.
         """
         reports: dict[str, MemberReport] = {}
-        strangers: dict[str, str] = {}
+        strangers = {}
         for name, handle in handles.items():
             report = read_handle(handle, name, self.tokens)
             if report is not None:
@@ -259,7 +261,7 @@ class QuorumMember:
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
         self._warn("stranger", strangers)
-        doubles: dict[str, str] = {}
+        doubles = {}
         for name in second_holders(reports).keys() - {self.name}:
             host, _, _ = reports.pop(name).board.rpartition(":")
             doubles[name] = _DOUBLE.format(group_name(name), host)
@@ -363,16 +365,15 @@ class QuorumMember:
         """
         culprit = at_fault(reports)
         managers = {name: report.manager for name, report in reports.items()}
-        before = set(map(group_name, self._managers))
-        gone = before.difference(map(group_name, managers))
+        gone = {*map(group_name, self._managers)}.difference(map(group_name, managers))
         if gone and self.rank == 0:
-            log.warning("No longer in the quorum: replica group %s", ", ".join(sorted(gone)))
+            log.warning("No longer in the quorum: replica group %s", group_names(gone))
         # A member whose manager server has another address has been started again.
         has_changed = managers != self._managers
         self._managers = managers
         self.own.unreachable = ()
         self.own.has_failed = False
-        self._leave_reason = None
+        self._leave_reason = ""
         if culprit != self.name:
             self._at_fault_since = None
             self.fault = "another" if culprit is not None or has_changed else None
