@@ -28,7 +28,6 @@ from composer_replication.replica.interruptible_manager import InterruptibleMana
 from composer_replication.replica.lighthouse import (
     CONNECT_TIMEOUT_S,
     LastingServer,
-    LighthouseStatus,
     read_status,
 )
 from composer_replication.replica.peer_client import Notices
@@ -172,16 +171,13 @@ class ReplicaManager(InterruptibleManager):
             self._store.get(REPLICA_ID_KEY).decode(),
             report,
             self._server.tokens,
-            MissingMembers(lambda: self._read_status().alive),
+            MissingMembers(lambda: read_status(self._lighthouse_addr).alive),
             self._find_unreachable,
             self._min_replica_size,
             self._group_rank,
             self._group_world_size,
             self._store,
         )
-
-    def _read_status(self) -> LighthouseStatus:
-        return read_status(self._lighthouse_addr)
 
     @property
     def fault(self) -> str | None:
@@ -208,11 +204,10 @@ class ReplicaManager(InterruptibleManager):
         own = set(self.member.own.data)
         found = set()
         for name, report in self.member.reports.items():
-            its = set(report.data)
             # A group may have divided one more, as where a part of a notebook has run again.
-            if not (its <= own or its >= own):
-                found.update((name, self.member.name))
-        return [group_name(name) for name in sorted(found)]
+            if own.difference(report.data) and set(report.data) - own:
+                found |= {name, self.member.name}
+        return sorted(map(group_name, found))
 
     def serve_state(self, source: GlobalState) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
@@ -338,7 +333,7 @@ class ReplicaManager(InterruptibleManager):
 
     def _go_on(self) -> None:
         self._waiting.go_on(
-            lambda: self._read_status().situation,
+            lambda: read_status(self._lighthouse_addr).situation,
             "Start the missing replica groups again, or the lighthouse, or raise give_up_after_s",
         )
 

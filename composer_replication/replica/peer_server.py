@@ -8,7 +8,6 @@ cannot keep an honest peer out.
 
 from __future__ import annotations
 
-import errno
 import logging
 import secrets
 import socket
@@ -43,8 +42,6 @@ SILENT_S = 60
 
 PARTS_A_CALL = 1024
 """How many buffers the kernel takes in one call (``IOV_MAX``)."""
-
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 @dataclass(eq=False)
@@ -129,9 +126,8 @@ class PeerServer:
                     connection, (host, *_) = self._listener.accept()
                 except TimeoutError:
                     continue
-                except OSError as error:
-                    if error.errno in _OUT_OF_RESOURCES:
-                        self._pause(error)
+                except OSError as error:  # such as EMFILE
+                    self._pause(error)
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection, host), daemon=True)
                 try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Event, Thread
-from typing import Any, ClassVar
+from typing import Any
 
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
@@ -117,11 +117,11 @@ class QuorumMember:
             joined or left since), or None if it did not fail or nobody can be named.
     """
 
-    LEAVES_AFTER_S: ClassVar = 30.0
+    LEAVES_AFTER_S = 30.0
     """For how long the member at fault tries again, in seconds. No group leaves for an interruption
     of 20 s."""
 
-    REJECTIONS: ClassVar = (SettingsMismatch, DuplicateIdError)
+    REJECTIONS = (SettingsMismatch, DuplicateIdError)
     """The errors with which a group has to leave. The class name is the key of the reason in the
     store."""
 
@@ -130,10 +130,10 @@ class QuorumMember:
     tokens: Sequence[str]
     missing: MissingMembers
     find_unreachable: FindUnreachable
-    min_replica_size: int = 1
-    rank: int = 0
-    num_ranks: int = 1
-    store: Any = None
+    min_replica_size: int
+    rank: int
+    num_ranks: int
+    store: Any
 
     def __post_init__(self) -> None:
         self.reports: MemberReports = {}

@@ -43,7 +43,7 @@ def member_of(letter, *, tokens=("secret",), find_unreachable=lambda handles: ()
         tokens,
         MissingMembers(frozenset),
         find_unreachable,
-        **arguments,
+        **{"min_replica_size": 1, "rank": 0, "num_ranks": 1, "store": None} | arguments,
     )
 
 
