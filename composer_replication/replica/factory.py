@@ -147,15 +147,9 @@ def connect(
     transport = HealTransport(
         PeerServer(hostname, tokens), options.timeout, lighthouse_addr, rank, replica_id
     )
-    try:
-        check_hostname(*host_and_port(transport.server.address), lighthouse_addr)
-        transport.fetch()  # before the groups in training see this one
-    except BaseException:
-        transport.server.close()
-        raise
+    _fetch_state(transport, lighthouse_addr)
     own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
-    is_first = rank == 0
-    with _manager_server_at(own_address(hostname), own_uuid) if is_first else nullcontext():
+    with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
         return ReplicaManager(options, ranks, store_address, process_group, transport, store)
 
 
@@ -180,6 +174,16 @@ def _find_store(
     # The lighthouse's answer may change at any moment, so one rank asks for all.
     hosted = ask_on_rank_0(begin) if world_size > 1 else begin()
     return address or hosted, store
+
+
+def _fetch_state(transport: HealTransport, lighthouse_addr: str) -> None:
+    """Download the state of the groups in training, if there are some, before they see this one."""
+    try:
+        check_hostname(*host_and_port(transport.server.address), lighthouse_addr)
+        transport.fetch()
+    except BaseException:
+        transport.server.close()
+        raise
 
 
 def _train_alone(options: ReplicaOptions, world_size: int, token: str | None) -> SingleGroupManager:

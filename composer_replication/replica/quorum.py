@@ -262,17 +262,15 @@ def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: Previo
         current: The quorum that the lighthouse has given now.
     """
     newest = max(previous, key=lambda each: each.quorum_id, default=current)
-
-    def contradicts(earlier: PreviousQuorum) -> bool:
-        if earlier.quorum_id > current.quorum_id:
+    if newest.quorum_id > current.quorum_id:
+        return True
+    for earlier in previous:
+        for later in (newest, current):
+            if earlier.quorum_id == later.quorum_id and earlier != later:
+                return True
+        if set(earlier.members).isdisjoint(newest.members):
             return True
-        if earlier.quorum_id == current.quorum_id and earlier != current:
-            return True
-        return earlier != newest and (
-            earlier.quorum_id == newest.quorum_id or set(earlier.members).isdisjoint(newest.members)
-        )
-
-    return any(contradicts(each) for each in previous)
+    return False
 
 
 def members_before(reports: MemberReports) -> frozenset[str]:

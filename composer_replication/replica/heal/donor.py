@@ -131,6 +131,10 @@ class _Quorum:
 _NOT_NAMED: tuple[Hashable, Part] = object(), Part()
 
 
+def _no_offer() -> Offer:
+    return Offer(0)
+
+
 class Donor:
     """Answers joiners: with the names of states, at once if they are known, and with their bytes.
 
@@ -161,15 +165,14 @@ class Donor:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self.answers: Mapping[str, Callable[..., Any]] = {
-            "latest": self._latest,
+            "latest": lambda: self._latest(),
             "copy": self._offer_copy,
             "offer": self._offer_in_quorum,
             "state": self._part,
         }
         self._lock = threading.Condition()
         self._making = threading.Lock()
-        self._step: Callable[[], int] = int
-        self._is_syncing: Callable[[], bool] = bool
+        self._latest: Callable[[], Offer] = _no_offer
         self._source: GlobalState | None = None
         self._named = _NOT_NAMED
         # The copy lives as long as somebody holds it: the list, once for each joiner that has asked
@@ -190,9 +193,8 @@ class Donor:
             is_syncing: Returns whether the group is between a quorum and its vote; called in the
                 same way.
         """
-        self._step = step
         self._source = source
-        self._is_syncing = is_syncing
+        self._latest = lambda: Offer(step(), source.num_bytes, is_syncing())
 
     def open(self, step: int, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Offer the state of a quorum until ``close``.
@@ -221,16 +223,14 @@ class Donor:
         """End all offers. Transfers that have begun are completed."""
         with self._lock:
             self._source = None
+            self._latest = _no_offer
             self._quorums = {}
             self._wanted.clear()
-
-    def _latest(self) -> Offer:
-        return Offer(self._step(), self._num_bytes(), self._is_syncing())
 
     # ---- in a quorum -------------------------------------------------------------------------
 
     def _offer_in_quorum(self, step: str) -> Offer:
-        limit_s = answer_limit_s(self._timeout, self._num_bytes())
+        limit_s = answer_limit_s(self._timeout, self._latest().num_bytes)
         with self._lock:
             # A joiner may ask before this group has made its offer. Without the wait the answer
             # would be that there is nothing, and the sync would fail for all groups.
@@ -243,9 +243,6 @@ class Donor:
                 self._named = _NOT_NAMED
                 raise KeyError(step)
         return Offer(int(step), state=part, rest=quorum.rest)
-
-    def _num_bytes(self) -> int:
-        return 0 if self._source is None else self._source.num_bytes
 
     def _name(self, version: Hashable, body: Callable[[], Body]) -> Part:
         """The name and size of a version of the state. The caller holds ``_making``."""
@@ -285,7 +282,7 @@ class Donor:
 
     def _dump(self, source: GlobalState) -> tuple[int, Hashable, Body] | None:
         """The manager's step, the state's version and a copy; None if the state has changed."""
-        step = self._step()
+        step = self._latest().step
         version = source.version
         body = state_bytes.dump(source.for_joiner(), copies=True)
         if source.version != version:
