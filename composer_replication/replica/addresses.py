@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from composer_replication.replica.lighthouse import can_connect
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect
 
 HOSTNAME_FIX = (
     "set COMPOSER_REPLICATION_HOSTNAME (hostname=...) to a name or address of this machine that "
@@ -35,6 +35,14 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ValueError(f"{address!r:.200} is no address: use host:port")
     return host.strip("[]"), int(port)
+
+
+def does_answer(address: str, limit_s: float = CONNECT_TIMEOUT_S) -> bool:
+    """Whether something accepts a connection at ``host:port`` or a URL; not if it is neither."""
+    try:
+        return can_connect(*host_and_port(address), limit_s)
+    except ValueError:  # a stranger has written it
+        return False
 
 
 def own_address(hostname: str | None) -> str | None:

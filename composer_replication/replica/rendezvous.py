@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from composer_replication.replica.addresses import host_and_port
-from composer_replication.replica.lighthouse import can_connect
+from composer_replication.replica.addresses import does_answer
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.quorum import group_name
 
@@ -29,7 +28,7 @@ def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float)
     """
 
     def is_silent(name: str) -> bool:
-        return not can_connect(*host_and_port(handles[name]["store"]), timeout_s)
+        return not does_answer(handles[name]["store"], timeout_s)
 
     with ThreadPoolExecutor(min(16, len(handles))) as pool:
         return tuple(itertools.compress(handles, pool.map(is_silent, handles)))

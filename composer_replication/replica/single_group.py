@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.replica.ranks import do_all_ranks_agree
+from composer_replication.replica.ranks import gather
 
 
 class Collective(NamedTuple):
@@ -157,7 +157,7 @@ class SingleGroupManager:
     def should_commit(self) -> bool:
         """Vote with the other ranks of the group. Returns whether none of them has an error."""
         assert self._has_quorum, "a vote before start_quorum"
-        is_committed = do_all_ranks_agree(self._error is None)
+        is_committed = all(gather(self._error is None))
         if is_committed:
             self._step += 1
             self._batches_committed += 1

@@ -25,7 +25,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 from torchft.coordination import ManagerClient
 
 from composer_replication.diloco.torchft_api import HEAL_STATE, STATE_NAME
-from composer_replication.replica.addresses import host_and_port
+from composer_replication.replica.addresses import does_answer
 from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.donor import (
     Donor,
@@ -34,7 +34,7 @@ from composer_replication.replica.heal.donor import (
     answer_limit_s,
     download_limit_s,
 )
-from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect, read_status
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, read_status
 from composer_replication.replica.peer_client import NothingThere, PeerClient, PeerError
 from composer_replication.replica.peer_server import PeerServer
 
@@ -144,7 +144,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             except PeerError as error:
                 log.warning("No global state from %s: %s", donor, error)
                 # Otherwise it has just left or died, and is no donor any more.
-                if not isinstance(error, NothingThere) and _answers(donor):
+                if not isinstance(error, NothingThere) and does_answer(donor):
                     reasons.append(str(error))
         if reasons:
             raise PeerError(
@@ -162,7 +162,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         turn = self._rank % max(1, len(members))
         limit = timedelta(seconds=CONNECT_TIMEOUT_S)
         for member in sorted(members[turn:] + members[:turn], key=lambda member: -member.step):
-            if not _answers(member.manager_addr):
+            if not does_answer(member.manager_addr):
                 continue  # it has died; torchft's client would wait for the limit
             try:
                 manager = ManagerClient(member.manager_addr, connect_timeout=limit)
@@ -340,10 +340,3 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         for kind in self._donor.answers:
             self.server.answers.pop(kind, None)
         self._donor.stop()
-
-
-def _answers(address: str) -> bool:
-    try:
-        return can_connect(*host_and_port(address))
-    except ValueError:  # a stranger has written it
-        return False

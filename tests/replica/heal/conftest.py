@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 
+from composer_replication.replica import addresses
 from composer_replication.replica.heal import transport
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
@@ -36,7 +37,7 @@ def has_quorum(monkeypatch):
         status = LighthouseStatus(found, alive=frozenset(each.replica_id for each in found))
         monkeypatch.setattr(transport, "read_status", lambda *_: status)
         monkeypatch.setattr(transport, "ManagerClient", lambda a, **_: FakeManager(named[a][1]))
-        connects, managers = transport.can_connect, range(1, len(named) + 1)
-        monkeypatch.setattr(transport, "can_connect", lambda *a: a[1] in managers or connects(*a))
+        connects, managers = addresses.can_connect, range(1, len(named) + 1)
+        monkeypatch.setattr(addresses, "can_connect", lambda *a: a[1] in managers or connects(*a))
 
     return form
