@@ -230,6 +230,7 @@ class Donor:
     # ---- in a quorum -------------------------------------------------------------------------
 
     def _offer_in_quorum(self, step: str) -> Offer:
+        source = self._source
         limit_s = answer_limit_s(self._timeout, self._latest().num_bytes)
         with self._lock:
             # A joiner may ask before this group has made its offer. Without the wait the answer
@@ -238,9 +239,8 @@ class Donor:
             quorum = self._quorums[step]
         with self._making:
             part = self._name(quorum.version, lambda: quorum.body)
-            if self._quorums.get(step) is not quorum:
-                # The vote is over: the bytes may have changed while they were hashed.
-                self._named = _NOT_NAMED
+            if source is not None and source.version != quorum.version:
+                self._named = _NOT_NAMED  # the vote is over; the bytes have changed while hashed
                 raise KeyError(step)
         return Offer(int(step), state=part, rest=quorum.rest)
 
