@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from composer_replication.replica.lighthouse import can_connect
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, can_connect
 
 HOSTNAME_FIX = (
     "set COMPOSER_REPLICATION_HOSTNAME (hostname=...) to a name or address of this machine that "
@@ -35,6 +35,14 @@ def host_and_port(address: str) -> tuple[str, int]:
     if not (port.isdecimal() and int(port) < 1 << 16):
         raise ValueError(f"{address!r:.200} is no address: use host:port")
     return host.strip("[]"), int(port)
+
+
+def does_answer(address: str, limit_s: float = CONNECT_TIMEOUT_S) -> bool:
+    """Whether something accepts a connection at ``host:port`` or a URL; not if it is neither."""
+    try:
+        return can_connect(*host_and_port(address), limit_s)
+    except ValueError:  # a stranger has written it
+        return False
 
 
 def own_address(hostname: str | None) -> str | None:
@@ -134,7 +142,8 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
     if not can_connect(hostname.strip("[]"), port):
         raise ValueError(f"hostname={hostname!r} does not lead to this machine: {HOSTNAME_FIX}")
     lighthouse = urlsplit(lighthouse_addr).hostname or ""
-    if is_loopback(hostname) and not is_loopback(lighthouse) and not _is_local(lighthouse):
+    is_local = is_loopback(lighthouse) or _addresses(lighthouse) & _own_addresses().keys()
+    if is_loopback(hostname) and not is_local:
         raise ValueError(
             f"hostname={hostname!r} is a loopback address here, and the lighthouse is on another "
             f"machine: {HOSTNAME_FIX}"
@@ -145,10 +154,6 @@ def is_loopback(hostname: str) -> bool:
     """Whether all addresses of a name are loopback addresses."""
     addresses = {address.partition("%")[0] for address in _addresses(hostname)}
     return bool(addresses) and all(ip_address(each).is_loopback for each in addresses)
-
-
-def _is_local(hostname: str) -> bool:
-    return bool(_addresses(hostname) & _own_addresses().keys())
 
 
 def _resolved(hostname: str) -> list[str]:

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Unpack
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 import torchft.manager
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft._torchft import ManagerServer
 
 from composer_replication.arguments import check_names, shows
@@ -38,14 +38,8 @@ from composer_replication.replica.addresses import (
     is_loopback,
     own_address,
 )
-from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
-from composer_replication.replica.lighthouse import (
-    CONNECT_TIMEOUT_S,
-    LastingServer,
-    check_lighthouse,
-    read_status,
-)
+from composer_replication.replica.lighthouse import LastingServer, check_lighthouse, read_status
 from composer_replication.replica.manager import ReplicaManager, free_uuids
 from composer_replication.replica.peer_server import PeerServer
 from composer_replication.replica.process_group import host_store, make_process_group
@@ -55,13 +49,6 @@ from composer_replication.replica.single_group import SingleGroupManager
 from composer_replication.util.connections import raise_file_limit
 
 log = logging.getLogger(__name__)
-
-QUORUM_TIMEOUT_S = 3600.0
-"""How long torchft waits for a quorum, in seconds, before this group asks again."""
-
-QUORUM_RETRIES = 4 * 3600
-"""How often in that time a lighthouse that is away is asked: four times a second. After one that
-was killed and came back at once, the survivors commit 0.3 s later, and not a second."""
 
 _OVERRIDES = ("TORCHFT_TIMEOUT_SEC", "TORCHFT_QUORUM_TIMEOUT_SEC", "TORCHFT_CONNECT_TIMEOUT_SEC")
 
@@ -153,68 +140,50 @@ def connect(
             log.warning("%s=%s overrides the argument (torchft's rule)", name, os.environ[name])
     check_lighthouse(lighthouse_addr)
     hostname = options.hostname or default_hostname(lighthouse_addr)
-    process_group = make_process_group(options.backend or "gloo", options.timeout, hostname)
+    options = replace(options, hostname=hostname)
+    process_group = make_process_group(options.backend, options.timeout, hostname)
     tokens = _tokens(token, lighthouse_addr)
+    store_address, store = _find_store(options, world_size, store_address)
+    transport = HealTransport(
+        PeerServer(hostname, tokens), options.timeout, lighthouse_addr, rank, replica_id
+    )
+    _fetch_state(transport, lighthouse_addr)
+    own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
+    with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
+        return ReplicaManager(options, ranks, store_address, process_group, transport, store)
+
+
+def _find_store(
+    options: ReplicaOptions, world_size: int, address: tuple[str, int] | None
+) -> tuple[tuple[str, int], TCPStore | None]:
+    """The address of the group's store, and the store itself if this process hosts it.
+
+    Raises:
+        SettingsMismatch: The groups in training have another number of ranks.
+    """
     store = None
 
-    def begin() -> tuple[str, int] | None:
-        check_ranks(read_status(lighthouse_addr), replica_id, world_size)
-        if store_address is not None:
-            return None
+    def begin() -> tuple[str, int]:
+        check_ranks(read_status(lighthouse_of(options)), replica_id_of(options), world_size)
+        if address is not None:
+            return address
         nonlocal store
-        store = host_store(hostname)
+        store = host_store(options.hostname)
         return store.host, store.port
 
     # The lighthouse's answer may change at any moment, so one rank asks for all.
     hosted = ask_on_rank_0(begin) if world_size > 1 else begin()
-    store_address = store_address or hosted
-    assert store_address is not None, "without one, rank 0 hosts it"
-    server = PeerServer(hostname, tokens)
-    transport = HealTransport(server, options.timeout, replica_id)
-    prefetch = _fetch_state(server, transport, lighthouse_addr, rank, options.timeout)
-    own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
-    is_first = rank == 0
-    with _manager_server_at(own_address(hostname), own_uuid) if is_first else nullcontext():
-        manager = ReplicaManager(
-            pg=process_group,
-            load_state_dict=None,  # DiLoCo and the callback register theirs
-            state_dict=None,
-            min_replica_size=options.min_replica_size,
-            use_async_quorum=False,
-            timeout=timedelta(seconds=options.timeout),
-            quorum_timeout=timedelta(seconds=QUORUM_TIMEOUT_S),
-            connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
-            rank=rank,
-            world_size=world_size,
-            store_addr=store_address[0],
-            store_port=store_address[1],
-            lighthouse_addr=lighthouse_addr,
-            replica_id=replica_id,
-            hostname=hostname,
-            checkpoint_transport=transport,
-            init_sync=False,  # DiLoCo starts the groups itself, ADR-006
-            quorum_retries=QUORUM_RETRIES,
-            server=server,
-            num_replicas=options.num_replicas,
-            give_up_after_s=options.give_up_after_s,
-            store=store,
-            prefetch=prefetch,
-        )
-    return manager
+    return address or hosted, store
 
 
-def _fetch_state(
-    server: PeerServer, transport: HealTransport, lighthouse_addr: str, rank: int, timeout: float
-) -> Prefetch:
+def _fetch_state(transport: HealTransport, lighthouse_addr: str) -> None:
     """Download the state of the groups in training, if there are some, before they see this one."""
     try:
-        check_hostname(*host_and_port(server.address), lighthouse_addr)
-        prefetch = Prefetch(transport, lighthouse_addr=lighthouse_addr, rank=rank, timeout=timeout)
-        prefetch.fetch()
+        check_hostname(*host_and_port(transport.server.address), lighthouse_addr)
+        transport.fetch()
     except BaseException:
-        server.close()
+        transport.server.close()
         raise
-    return prefetch
 
 
 def _train_alone(options: ReplicaOptions, world_size: int, token: str | None) -> SingleGroupManager:
@@ -296,9 +265,7 @@ class _OneLine(logging.Filter):
     was under way. On a CPU it also warns at every new quorum that there is no NCCL to trace.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._last = ""
+    _last = ""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.exc_info = None

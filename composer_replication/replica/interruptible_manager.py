@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent import futures
-from datetime import timedelta
 from threading import Thread
 from typing import Any
 
@@ -40,7 +39,7 @@ class InterruptibleWork:
         self._work = work
         self._is_broken = is_broken
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> bool:
         """Wait for the end of the collective.
 
         Returns:
@@ -55,9 +54,7 @@ class InterruptibleWork:
             # long ones take no processor time from training.
             waited_s = time.monotonic() - began
             time.sleep(min(self.LONGEST_NAP_S, waited_s / 20))
-        if timeout is None:
-            return self._work.wait()
-        return self._work.wait(timeout)
+        return self._work.wait()
 
 
 class DaemonExecutor(futures.Executor):
@@ -141,13 +138,11 @@ class InterruptibleManager(Manager):
             received: 1-D; the parts from all groups, in the order of the groups.
             sent: 1-D; as many equal parts as there are groups.
         """
-        into = self._carried(received)
-        sent = self._carried(sent)
 
-        def start() -> Any:
-            return self._pg.alltoall_base(into, sent, [], [], AllToAllOptions())
+        def start(into: Tensor) -> Any:
+            return self._pg.alltoall_base(into, self._carried(sent), [], [], AllToAllOptions())
 
-        return self._start_collective(start, into, received)
+        return self._start_collective(start, received)
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
         """Start to send ``own`` to all groups. Errors are handled as in ``allreduce``.
@@ -156,28 +151,26 @@ class InterruptibleManager(Manager):
             gathered: 1-D; the parts from all groups, in the order of the groups.
             own: This group's part.
         """
-        into = self._carried(gathered)
-        own = self._carried(own)
-        parts = list(into.chunk(into.numel() // own.numel()))
 
-        def start() -> Any:
-            return self._pg.allgather([parts], [own], AllgatherOptions())
+        def start(into: Tensor) -> Any:
+            parts = list(into.chunk(into.numel() // own.numel()))
+            return self._pg.allgather([parts], [self._carried(own)], AllgatherOptions())
 
-        return self._start_collective(start, into, gathered)
+        return self._start_collective(start, gathered)
 
-    def _start_collective(self, start: Callable[[], Any], carried: Tensor, result: Tensor) -> Any:
+    def _start_collective(self, start: Callable[[Tensor], Any], result: Tensor) -> Any:
         """Do for a collective that torchft's Manager lacks what ``Manager.allreduce`` does.
 
         After an error in the same sync nothing is sent: the sync cannot commit any more.
         """
-        if self.errored():
-            return _DummyWork(result)
-        try:
-            work = _ManagedWork(self, start(), carried)
-        except Exception as error:
-            self.report_error(error)
-            return _DummyWork(result)
-        return self._interruptible(work, carried, result)
+        if not self.errored():
+            carried = self._carried(result)
+            try:
+                work = _ManagedWork(self, start(carried), carried)
+                return self._interruptible(work, carried, result)
+            except Exception as error:
+                self.report_error(error)
+        return _DummyWork(result)
 
     @property
     def _is_over_nccl(self) -> bool:
@@ -194,7 +187,7 @@ class InterruptibleManager(Manager):
         work = InterruptibleWork(work, self._is_broken)
         return work if carried is result else Then(work, lambda: result.copy_(carried))
 
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
+    def should_commit(self) -> bool:
         """Vote, as torchft does. A signal can interrupt the wait.
 
         The vote waits for the other ranks of the group, one of which may have died. On a thread of
@@ -207,6 +200,6 @@ class InterruptibleManager(Manager):
 
         def on_stream() -> bool:
             with get_stream_context(stream):
-                return vote(timeout)
+                return vote()
 
         return self._executor.submit(on_stream).result()

@@ -168,20 +168,19 @@ _HEARTBEAT = re.compile(r'class="heartbeat([^"]*)">\s*(\S+): seen')
 _SITUATION = re.compile(r"Next quorum status: ([^\n<]*)")
 
 
-def read_status(lighthouse_addr: str, timeout_s: float = CONNECT_TIMEOUT_S) -> LighthouseStatus:
+def read_status(lighthouse_addr: str) -> LighthouseStatus:
     """Read the lighthouse's status page, the only place where torchft lists the members.
 
     No group waits for one that reads the page, while one that asks for a quorum becomes a member.
 
     Args:
         lighthouse_addr: ``http://host:port``.
-        timeout_s: Limit of each wait for the lighthouse, in seconds.
 
     Returns:
         The status. If the lighthouse does not answer it has no members, and ``situation`` says why.
     """
     try:
-        with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=timeout_s) as answer:
+        with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=CONNECT_TIMEOUT_S) as answer:
             page = answer.read().decode(errors="replace")
     except (URLError, OSError) as error:
         return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")

@@ -12,21 +12,25 @@ from collections.abc import Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
+from torchft.process_group import ProcessGroup
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.retry import LOG_EVERY_S, POLL_S, Waiting
+from composer_replication.options import ReplicaOptions, lighthouse_of, replica_id_of
 from composer_replication.replica.addresses import bracketed
-from composer_replication.replica.heal.prefetch import Prefetch
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
-from composer_replication.replica.lighthouse import LastingServer, read_status
+from composer_replication.replica.lighthouse import (
+    CONNECT_TIMEOUT_S,
+    LastingServer,
+    read_status,
+)
 from composer_replication.replica.peer_client import Notices
-from composer_replication.replica.peer_server import PeerServer
-from composer_replication.replica.process_group import check_is_torchft_s
 from composer_replication.replica.quorum import MemberReport, QuorumConnection, group_name
 from composer_replication.replica.quorum_member import (
     MissingMembers,
@@ -37,6 +41,13 @@ from composer_replication.replica.quorum_member import (
 from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm, find_unreachable
 
 log = logging.getLogger(__name__)
+
+QUORUM_TIMEOUT_S = 3600.0
+"""How long torchft waits for a quorum, in seconds, before this group asks again."""
+
+QUORUM_RETRIES = 4 * 3600
+"""How often in that time a lighthouse that is away is asked: four times a second. After one that
+was killed and came back at once, the survivors commit 0.3 s later, and not a second."""
 
 _departed: list[ReplicaManager] = []
 """Managers that have left. Their connections stay open until another manager of this process
@@ -90,85 +101,83 @@ class ReplicaManager(InterruptibleManager):
     ``report_error``, which gloo's threads call too.
 
     Args:
-        replica_id: Name of this group.
-        lighthouse_addr: ``http://host:port`` of the lighthouse.
-        hostname: How peers reach this machine. None: its host name, and every interface.
-        server: Where peers find the state and the notices of this rank. Its tokens are the run's.
-        num_replicas: How many groups a cold start waits for; None: DiLoCo decides.
-        give_up_after_s: How long to wait for a quorum before that is an error, in seconds. None:
-            for ever.
+        options: Of this group, with how peers reach this machine. ``hostname=None``: its host name,
+            and every interface.
+        ranks: This process's rank in the group, and the number of them.
+        store_address: Host and port of the group's store.
+        process_group: Averages between groups.
+        transport: Serves this rank's state, and has fetched that of the groups in training. Its
+            server also has the notices of this rank, and its tokens are the run's.
         store: The group's TCPStore if this process hosts it. The reference keeps it alive.
-        prefetch: Has downloaded the global state, if there are groups in training.
-        **arguments: torchft's own (``Manager.__init__``).
 
     Attributes:
-        connection: How often the members of a quorum have connected so far.
         member: This group as a member of quorums.
         settings: What has to be equal in all groups; DiLoCo adds the settings and the model.
         asks_to_gather: Whether this group asks that messages are gathered, and not summed.
-
-    Raises:
-        ValueError: ``pg`` is a process group of torch's own, or torchft's Manager rejects it.
     """
+
+    _checkpoint_transport: HealTransport
+    _manager: LastingServer | None
 
     def __init__(
         self,
-        *,
-        replica_id: str,
-        lighthouse_addr: str,
-        hostname: str | None,
-        server: PeerServer,
-        num_replicas: int | None = None,
-        give_up_after_s: float | None = None,
-        store: object = None,
-        prefetch: Prefetch | None = None,
-        **arguments: Any,
+        options: ReplicaOptions,
+        ranks: tuple[int, int],
+        store_address: tuple[str, int],
+        process_group: ProcessGroup,
+        transport: HealTransport,
+        store: TCPStore | None,
     ) -> None:
-        check_is_torchft_s(arguments["pg"])
         super().__init__(
-            replica_id=replica_id,
-            lighthouse_addr=lighthouse_addr,
-            hostname=bracketed(hostname or socket.gethostname()),
-            **arguments,
+            pg=process_group,
+            load_state_dict=None,  # DiLoCo and the callback register theirs
+            state_dict=None,
+            min_replica_size=options.min_replica_size,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=options.timeout),
+            quorum_timeout=timedelta(seconds=QUORUM_TIMEOUT_S),
+            connect_timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            rank=ranks[0],
+            world_size=ranks[1],
+            store_addr=store_address[0],
+            store_port=store_address[1],
+            lighthouse_addr=lighthouse_of(options),
+            replica_id=replica_id_of(options),
+            hostname=bracketed(options.hostname or socket.gethostname()),
+            checkpoint_transport=transport,
+            init_sync=False,  # DiLoCo starts the groups itself, ADR-006
+            quorum_retries=QUORUM_RETRIES,
         )
         self.store = store
-        self._prefetch = prefetch
-        self.num_replicas = num_replicas
-        self.give_up_after_s = give_up_after_s
-        self._lighthouse_addr = lighthouse_addr
-        self._server = server
+        self.num_replicas = options.num_replicas
+        self.give_up_after_s = options.give_up_after_s
+        self._lighthouse_addr = lighthouse_of(options)
+        self._server = transport.server
         self._is_shut_down = False
-        self.connection = 0
         self.asks_to_gather = False
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
-        self.member = QuorumMember(
+        self.member = self._as_member()
+        self.settings = self.member.own.settings
+        self._client = AnsweringClient(self._client)
+
+    def _as_member(self) -> QuorumMember:
+        report = MemberReport(
+            manager=self._store.get(MANAGER_ADDR_KEY).decode(),
+            board=self._server.address,
+            settings={"ranks": self._group_world_size},
+        )
+        return QuorumMember(
             self._store.get(REPLICA_ID_KEY).decode(),
-            MemberReport(
-                manager=self._store.get(MANAGER_ADDR_KEY).decode(),
-                board=server.address,
-                settings={"ranks": self._group_world_size},
-            ),
-            server.tokens,
-            MissingMembers(lambda: read_status(lighthouse_addr).alive),
+            report,
+            self._server.tokens,
+            MissingMembers(lambda: read_status(self._lighthouse_addr).alive),
             self._find_unreachable,
             self._min_replica_size,
             self._group_rank,
             self._group_world_size,
             self._store,
         )
-        self.settings = self.member.own.settings
-        self._client = AnsweringClient(self._client)
-
-    _HOLDING_SOCKETS = (
-        "_pg",
-        "_store",
-        "_client",
-        "member",
-        "_manager",
-        "_checkpoint_transport",
-        "_prefetch",
-    )
 
     @property
     def fault(self) -> str | None:
@@ -195,27 +204,23 @@ class ReplicaManager(InterruptibleManager):
         own = set(self.member.own.data)
         found = set()
         for name, report in self.member.reports.items():
-            its = set(report.data)
             # A group may have divided one more, as where a part of a notebook has run again.
-            if not (its <= own or its >= own):
-                found.update((name, self.member.name))
-        return [group_name(name) for name in sorted(found)]
+            if own.difference(report.data) and set(report.data) - own:
+                found |= {name, self.member.name}
+        return sorted(map(group_name, found))
 
     def serve_state(self, source: GlobalState) -> None:
         """Serve the global state outside of a quorum too, so that joiners can fetch it before one.
 
         torchft serves it only while the donor waits in a quorum.
         """
-        transport = cast(HealTransport, self._checkpoint_transport)
-        transport.serve(self.current_step, source, lambda: self._is_syncing)
+        self._checkpoint_transport.serve(self.current_step, source, lambda: self._is_syncing)
 
     def fetched_state(self) -> dict[str, Any] | None:
-        """Return the global state that was fetched before the first quorum; see ``Prefetch``."""
-        return None if self._prefetch is None else self._prefetch.newest()
+        """Return the global state that was fetched before the first quorum."""
+        return self._checkpoint_transport.newest()
 
-    def start_quorum(
-        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
-    ) -> None:
+    def start_quorum(self) -> None:
         """Ask for a quorum until there is one that its members use, then connect and heal.
 
         After an error in the last sync it first closes the connections. A peer that has not seen
@@ -224,34 +229,22 @@ class ReplicaManager(InterruptibleManager):
 
         Raises:
             SyncError: There is no quorum after ``give_up_after_s``.
-            TimeoutError: Another rank of this group did not vote on it.
+            TimeoutError: Another rank of this group has not answered whether it uses the quorum.
             AtFaultError: Syncs have failed because of this group for too long.
             SettingsMismatch: This group has other settings, or another model, than the run.
             DuplicateIdError: Another group of the run has this one's replica id.
         """
-        member = self.member
+        own = self.member.own
         error = self.errored()
         if error is not None:
-            member.own.has_failed |= is_own_failure(error.original_exception)
+            own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
-        member.own.gathers = self.asks_to_gather
-        self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
-        while True:
-            try:
-                quorum = self._wait(self._executor.submit(self._ask, shrink_only, timeout))
-                break
-            except QuorumDeclined:
-                member.missing.wait(self._waiting.began)
-            except QuorumFailed as error:
-                log.warning("No quorum: %s. Asking again", error)
-                self._go_on()
-                # If the lighthouse is away, the request fails at once: do not spin.
-                time.sleep(POLL_S)
-        if not member.keeps_connection:
+        own.gathers = self.asks_to_gather
+        self._client.quorum = self._wait_for_quorum()
+        if not self.member.keeps_connection:
             self._quorum_id = -1  # torchft connects again when the quorum's id has changed
-        self._client.quorum = quorum
         try:
-            super().start_quorum(allow_heal, shrink_only, timeout)
+            super().start_quorum()
         except BaseException:
             # torchft keeps the failed future, and would raise its error in every later quorum.
             self._quorum_future = None
@@ -262,10 +255,24 @@ class ReplicaManager(InterruptibleManager):
             # error. Peers are about to send: without the alarm they would wait for our part.
             # A heal comes after the connection, and its failure is always this group's own: no
             # other member can tell what went wrong.
-            member.own.has_failed = member.own.connection is not None
+            own.has_failed = own.connection is not None
             self._close_connections()
 
-    def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
+    def _wait_for_quorum(self) -> Any:
+        """Ask for a quorum until there is one that its members use."""
+        self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
+        while True:
+            try:
+                return self._wait(self._executor.submit(self._ask))
+            except QuorumDeclined:
+                self.member.missing.wait(self._waiting.began)
+            except QuorumFailed as error:
+                log.warning("No quorum: %s. Asking again", error)
+                self._go_on()
+                # If the lighthouse is away, the request fails at once: do not spin.
+                time.sleep(POLL_S)
+
+    def _ask(self) -> Any:
         """Ask the lighthouse for a quorum, and decide with its other members whether to use it.
 
         The request is that of torchft's ``Manager._async_quorum``, with a report in the handle.
@@ -277,31 +284,31 @@ class ReplicaManager(InterruptibleManager):
         failures = 0 if self.member.is_left_out else self._commit_failures
         try:
             if self._manager is not None:  # on rank 0, in whose process it is
-                cast(LastingServer, self._manager).restart_if_it_refuses("This group's manager")
+                self._manager.restart_if_it_refuses("This group's manager")
             quorum = self._client.ask(
                 group_rank=self._group_rank,
                 step=self._step,
                 checkpoint_metadata=self._checkpoint_transport.metadata(),
-                shrink_only=shrink_only,
-                timeout=timeout or self._quorum_timeout,
+                shrink_only=False,
+                timeout=self._quorum_timeout,
                 init_sync=self._init_sync,
                 commit_failures=failures,
                 reconfigure_handle=handle,
             )
         except Exception as error:  # torchft's Rust client raises a RuntimeError or a TimeoutError
             raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error
-        return self.member.use(quorum, self._vote)
+        return self.member.use(quorum, self._do_ranks_agree)
 
-    def _vote(self, is_used: bool) -> bool:
-        """Whether all ranks of this group vote for a quorum."""
+    def _do_ranks_agree(self, is_used: bool) -> bool:
+        """Whether all ranks of this group use a quorum. Its answers travel as a vote's do."""
         try:
             return self._client.should_commit(
                 self._group_rank, self._step, is_used, timeout=self._timeout
             )
         except (RuntimeError, TimeoutError) as error:  # as torchft's Rust client raises
-            # No second try: the manager server would count the second vote for the next quorum.
+            # No second try: the manager server would count a second answer for the next quorum.
             raise TimeoutError(
-                "another rank of this group did not vote on a quorum within timeout="
+                "another rank of this group did not say whether it uses a quorum within timeout="
                 f"{self._timeout.total_seconds():g}: it has died, or hangs. End the group, and "
                 f"start it again ({str(error).splitlines()[0]})"
             ) from error
@@ -333,20 +340,18 @@ class ReplicaManager(InterruptibleManager):
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Connect to the members of a new quorum; torchft calls it on the executor's thread.
 
-        The connection's number is a hash of the quorum's id, its highest step and all handles. With
-        the id alone, a restarted lighthouse that counts from 1 again would lead members to the
-        addresses that the store still has from the last quorum of that id.
+        The connection's number is a hash of the quorum's id and all handles. With the id alone, a
+        restarted lighthouse that counts from 1 again would lead members to the addresses that the
+        store still has from the last quorum of that id.
 
         Raises:
             ConnectionError: A member's address does not answer, or a member does not connect.
         """
         self.member.own.connection = None
-        self.connection += 1
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
-        max_step = max(report.step for report in self.member.reports.values())
-        identity = json.dumps([communicator_id, max_step, handles]).encode()
+        identity = json.dumps([communicator_id, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
         boards = {
@@ -366,23 +371,21 @@ class ReplicaManager(InterruptibleManager):
                 "does not answer here: it has died, or set COMPOSER_REPLICATION_HOSTNAME "
                 "(hostname=...) there to a name or address of its machine that this one reaches"
             )
-        if len(handles) > 1:
-            rendezvous.wait_for_all()
+        rendezvous.wait_for_all()
         super()._reconfigure_pg(number, handles)
-        if len(handles) > 1:
-            self._alarm = SyncAlarm(next(iter(boards.values())), number)
+        self._alarm = SyncAlarm(next(iter(boards.values())), number)
         self.member.own.connection = QuorumConnection(communicator_id, len(handles), number)
 
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
         return find_unreachable(handles, self._connect_timeout.total_seconds())
 
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
+    def should_commit(self) -> bool:
         """Vote, as torchft does; after a commit, close what departed managers have left open.
 
         The commit proves that this group's peers are through with every earlier sync.
         """
         try:
-            commits = super().should_commit(timeout)
+            commits = super().should_commit()
         finally:
             self._is_syncing = False
         if commits and _departed:
@@ -415,7 +418,14 @@ class ReplicaManager(InterruptibleManager):
         self._server.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
         # Each of these closes its sockets when its last reference goes.
-        for name in self._HOLDING_SOCKETS:
+        for name in (
+            "_pg",
+            "_store",
+            "_client",
+            "member",
+            "_manager",
+            "_checkpoint_transport",
+        ):
             setattr(self, name, None)
         self._load_state_dict_fns.clear()
         self._user_state_dicts.clear()

@@ -179,46 +179,39 @@ class PeerClient:
         self._tokens = tuple(tokens) or ("",)
         self._name = name
         self.timeout = timeout
-        # The place where each address was reached: a look-up of a name takes seconds where no name
-        # server answers.
-        self._places: dict[str, Any] = {}
+        # The IP address and port where each address was reached: a look-up of a name takes seconds
+        # where no name server answers.
+        self._ends: dict[str, Any] = {}
 
-    def ask(self, address: str, *request: str, deadline: float) -> Any:
-        """Ask a peer, and check that the answer is one of this run's.
+    def ask(self, address: str, *request: str, limit_s: float | None = None) -> Any:
+        """Ask a peer for an answer that JSON can hold.
 
         Args:
             address: The address of its server, ``host:port``.
             *request: The kind of request, and its arguments.
-            deadline: When the answer must have arrived, by ``time.monotonic``.
+            limit_s: How long it may take, in seconds. None: ``timeout``.
 
         Raises:
             PeerError: The peer does not answer, rejects the request, or cannot be trusted.
         """
+        deadline = time.monotonic() + (self.timeout if limit_s is None else limit_s)
         # No limit of silence: a donor is silent while it copies and hashes its state.
-        with self._asked(address, request, deadline, math.inf) as (_, question, answer):
-            content = answer.get("answer")
-            if not is_proven(self._tokens, answer.get("proof"), "answer", *question, content):
-                raise PeerError(
-                    f"what {address} sent is rejected: it does not know this run's token. Either "
-                    "COMPOSER_REPLICATION_TOKEN differs between the groups, or a stranger has "
-                    "joined"
-                )
-            return content
+        with self._asked(address, request, deadline, math.inf) as (_, answer):
+            return answer
 
     def fetch(self, address: str, *request: str, deadline: float, into: memoryview) -> None:
         """Receive the body of an answer, which the caller has to check: it has no proof.
 
         Args:
-            address: As for ``ask``, with ``request`` and ``deadline``.
+            address: As for ``ask``.
             *request: As for ``ask``.
-            deadline: When all of it must have arrived.
+            deadline: When all of it must have arrived, by ``time.monotonic``.
             into: The memory to write it into, of the body's size.
 
         Raises:
             PeerError: The body does not arrive in time, or has another size.
         """
-        with self._asked(address, request, deadline, self.timeout) as (connection, _, answer):
-            size = answer.get("size")
+        with self._asked(address, request, deadline, self.timeout) as (connection, size):
             if size != len(into):
                 raise PeerError(f"{address} sends {size} bytes, and offered {len(into)}")
             fill(connection, into, deadline, self.timeout)
@@ -226,8 +219,8 @@ class PeerClient:
     @contextlib.contextmanager
     def _asked(
         self, address: str, request: Sequence[str], deadline: float, silence_s: float
-    ) -> Iterator[tuple[socket.socket, Sequence[Any], dict[str, Any]]]:
-        """Send a request until it is answered; a block gets connection, question and answer.
+    ) -> Iterator[tuple[socket.socket, Any]]:
+        """Send a request until it is answered; a block gets the connection and the answer.
 
         Raises:
             PeerError: Something went wrong here, or in the block.
@@ -238,7 +231,7 @@ class PeerClient:
                     try:
                         connection = opened.enter_context(self._connect(address, deadline))
                         soon = min(deadline, time.monotonic() + silence_s)
-                        question, answer = self._exchange(connection, address, request, soon)
+                        answer = self._exchange(connection, address, request, soon)
                         break
                     except (ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
                         # A server that strangers keep full closes connections, those of peers too.
@@ -246,7 +239,7 @@ class PeerClient:
                             raise
                     opened.close()
                     time.sleep(ASK_AGAIN_AFTER_S)
-                yield connection, question, answer
+                yield connection, answer
             except PeerError:
                 raise
             except (OSError, ValueError) as error:
@@ -255,8 +248,8 @@ class PeerClient:
 
     def _exchange(
         self, connection: socket.socket, address: str, request: Sequence[str], deadline: float
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Get the server's challenge, and ask with a proof for it."""
+    ) -> Any:
+        """Get the server's challenge, ask with a proof for it, and check that of the answer."""
         challenge = receive(connection, LARGEST_ANSWER, deadline)
         nonce = secrets.token_hex(16)
         question = (address, challenge, nonce, self._name, list(request))
@@ -267,10 +260,10 @@ class PeerClient:
             "proof": proof(self._tokens[0], "question", *question),
         }
         send(connection, sent, deadline)
-        answer = receive(connection, LARGEST_ANSWER, deadline)
-        if not isinstance(answer, dict):
-            raise ValueError(f"it answers {answer!r:.40}")
-        error = answer.get("error")
+        said = receive(connection, LARGEST_ANSWER, deadline)
+        if not isinstance(said, dict):
+            raise ValueError(f"it answers {said!r:.40}")
+        error = said.get("error")
         if error == "rejected":
             raise PeerError(
                 f"{address} does not accept this group's token: set COMPOSER_REPLICATION_TOKEN to "
@@ -278,28 +271,32 @@ class PeerClient:
             )
         if error is not None:
             raise NothingThere(f"{address} has no {' '.join(request)!r:.200}")
-        return question, answer
+        answer = said.get("answer")
+        if not is_proven(self._tokens, said.get("proof"), "answer", *question, answer):
+            raise PeerError(
+                f"what {address} sent is rejected: it does not know this run's token. Either "
+                "COMPOSER_REPLICATION_TOKEN differs between the groups, or a stranger has joined"
+            )
+        return answer
 
     def _connect(self, address: str, deadline: float) -> socket.socket:
         """Connect to the first of a name's addresses that answers.
 
-        ``socket.create_connection`` does the same, but its limit is for each address, not for all.
+        ``socket.create_connection`` takes a name too, but its limit is for each address, not for
+        all.
         """
         host, port = host_and_port(address)
-        found = self._places.pop(address, None)
-        places = [found] if found else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        known = self._ends.pop(address, None)
+        found = [] if known else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ends: list[Any] = [known] if known else [end[:2] for *_, end in found]
         reason = OSError(f"{host} has no address")
-        for place in places:
-            family, kind, protocol, _, end = place
-            connection = socket.socket(family, kind, protocol)
+        for end in ends:
             try:
                 left = deadline - time.monotonic()
-                connection.settimeout(max(0.001, min(self.timeout, left)))
-                connection.connect(end)
-                self._places[address] = place
+                connection = socket.create_connection(end, max(0.001, min(self.timeout, left)))
+                self._ends[address] = end
                 return connection
             except OSError as error:
-                connection.close()
                 reason = error
         raise reason
 
@@ -320,7 +317,6 @@ class Notices:
 
     def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
         self._address = address
-        self._timeout_s = timeout_s
         self._client = PeerClient(tokens, "", timeout_s)
 
     def post(self, key: str, notice: str) -> None:
@@ -329,7 +325,7 @@ class Notices:
         Raises:
             PeerError: The server cannot be reached.
         """
-        self._ask("post", key, notice)
+        self._client.ask(self._address, "post", key, notice)
 
     def read(self, keys: Iterable[str]) -> dict[str, str]:
         """Read the notices with these keys; a key without a notice is left out.
@@ -337,8 +333,4 @@ class Notices:
         Raises:
             PeerError: The server cannot be reached.
         """
-        return self._ask("read", *keys)
-
-    def _ask(self, *request: str) -> Any:
-        deadline = time.monotonic() + self._timeout_s
-        return self._client.ask(self._address, *request, deadline=deadline)
+        return self._client.ask(self._address, "read", *keys)

@@ -8,8 +8,6 @@ cannot keep an honest peer out.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import secrets
 import socket
@@ -19,7 +17,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -45,7 +43,16 @@ SILENT_S = 60
 PARTS_A_CALL = 1024
 """How many buffers the kernel takes in one call (``IOV_MAX``)."""
 
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+@dataclass(eq=False)
+class Served:
+    """An answer that is sent as bytes, and held until then.
+
+    Attributes:
+        body: The bytes, in parts.
+    """
+
+    body: Body
 
 
 class PeerServer:
@@ -54,8 +61,8 @@ class PeerServer:
     A peer that connects gets a challenge. It sends a request, a list of texts of which the first is
     the kind, with a proof for that challenge. A recorded request is worth nothing on another
     connection, and one that was made for another server's address is rejected, so that a stranger
-    cannot pass it on. The answer is a value that JSON can hold, with a proof of its own, or the
-    bytes of a part of the state, which need none: the part's name is their hash.
+    cannot pass it on. The answer is a value that JSON can hold, with a proof of its own. The bytes
+    of a part of the state follow their number, and need no proof: the part's name is their hash.
 
     Each connection has a daemon thread, and so has the loop that accepts them.
 
@@ -65,9 +72,8 @@ class PeerServer:
 
     Attributes:
         address: ``host:port`` under which peers reach it.
-        answers: By kind of request, a function of its arguments that gives the answer, or a context
-            with the parts of a body, which ends when they have been sent. It raises a KeyError if
-            there is nothing. It is called on the connections' threads.
+        answers: By kind of request, a function of its arguments that gives the answer. It raises a
+            KeyError if there is nothing. It is called on the connections' threads.
         unproven: The connections that may be strangers'.
     """
 
@@ -120,9 +126,8 @@ class PeerServer:
                     connection, (host, *_) = self._listener.accept()
                 except TimeoutError:
                     continue
-                except OSError as error:
-                    if error.errno in _OUT_OF_RESOURCES:
-                        self._pause(error)
+                except OSError as error:  # such as EMFILE
+                    self._pause(error)
                     continue
                 thread = threading.Thread(target=self._serve, args=(connection, host), daemon=True)
                 try:
@@ -163,28 +168,23 @@ class PeerServer:
             return
         self.unproven.discard(connection)  # the token is proven: it is a peer's
         kind, *arguments = request
-        with contextlib.ExitStack() as stack:
-            body: Body = ()
-            try:
-                answer = self.answers[kind](*arguments)
-                if isinstance(answer, AbstractContextManager):
-                    body = stack.enter_context(answer)
-                    said = {"size": sum(map(len, body))}
-                else:
-                    signed = proof(self.tokens[0], "answer", *question, answer)
-                    said = {"answer": answer, "proof": signed}
-            except KeyError:
-                said = {"error": "nothing"}
-            send(connection, said, time.monotonic() + SILENT_S)
-            if "size" in said:
-                _send_body(connection, body)
-                log.info(
-                    "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
-                    name,
-                    host,
-                    said["size"],
-                    request[-1],
-                )
+        try:
+            answer = self.answers[kind](*arguments)
+        except KeyError:
+            send(connection, {"error": "nothing"}, time.monotonic() + SILENT_S)
+            return
+        content = sum(map(len, answer.body)) if isinstance(answer, Served) else answer
+        signed = proof(self.tokens[0], "answer", *question, content)
+        send(connection, {"answer": content, "proof": signed}, time.monotonic() + SILENT_S)
+        if isinstance(answer, Served):
+            _send_body(connection, answer.body)
+            log.info(
+                "Gave a part of the state to group %s at %s: %d bytes, sha256 %s",
+                name,
+                host,
+                content,
+                request[-1],
+            )
 
     def _log_rejection(self, host: str, name: str) -> None:
         # A line for every request would let a stranger fill the disk.

@@ -32,14 +32,11 @@ class AdvertisedHost(ProcessGroup):
 
     def get_reconfigure_handle(self) -> str:
         """The JSON object with which torchft tells peers where to connect."""
-        host = self.advertised_host
-        if host is None:
-            return super().get_reconfigure_handle()
         if self._rendezvous_store is None:
-            self._rendezvous_store = host_store(host)
+            self._rendezvous_store = host_store(self.advertised_host)
+        store = self._rendezvous_store
         handle = json.loads(super().get_reconfigure_handle())
-        store = f"{bracketed(host)}:{self._rendezvous_store.port}"
-        return json.dumps(handle | {"store": store})
+        return json.dumps(handle | {"store": f"{bracketed(store.host)}:{store.port}"})
 
 
 class Gloo(AdvertisedHost, ProcessGroupGloo):
@@ -70,94 +67,49 @@ class Gloo(AdvertisedHost, ProcessGroupGloo):
         self.abort(errored=False)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> TorchProcessGroup:
+        # As torchft, but for the address. torchft also tells gloo the global ranks, which only
+        # label traces. gloo before torch 2.8 does not take them: there every configuration would
+        # fail, the Manager swallow the error, and no sync ever commit.
         address = own_address(self.advertised_host)
-        if address is None or "GLOO_SOCKET_IFNAME" in os.environ:
-            return super()._create_pg(store, rank, world_size)
-        options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = self._timeout
-        options._devices = [TorchGloo.create_device(hostname=address)]
-        return make_gloo(store, rank, world_size, options)
-
-
-class GlooOnTorch27(Gloo):
-    """torchft's gloo group for torch before 2.8.
-
-    torchft sets ``options.global_ranks_in_group`` (``process_group.py``, ``_create_pg``), which the
-    options of gloo lack in that torch. Every configuration fails, the Manager swallows the error,
-    and no sync ever commits. Without rank info torchft does not set the option. It only labels
-    traces.
-
-    Remove this class when the lowest supported torch is 2.8.
-    """
-
-    def set_rank_info(
-        self,
-        replica_id: str,
-        group_rank: int,
-        group_world_size: int,
-        global_rank: int | None = None,
-    ) -> None:
-        del group_rank, group_world_size, global_rank
-        super().set_rank_info(replica_id, None, None, None)  # pyright: ignore[reportArgumentType]
+        options: Any = self._timeout  # gloo chooses the address
+        if address is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
+            options = TorchGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+            options._timeout = self._timeout
+            options._devices = [TorchGloo.create_device(hostname=address)]
+        backend = TorchGloo(store, rank, world_size, options)
+        backend._set_sequence_number_for_group()
+        group = TorchProcessGroup(store, rank, world_size)
+        group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        for device in map(torch.device, devices):
+            group._register_backend(device, TorchProcessGroup.BackendType.GLOO, backend)
+        return group
 
 
 class Nccl(AdvertisedHost, ProcessGroupNCCL):
     """torchft's NCCL group."""
 
 
-def make_process_group(backend: str, timeout: float, hostname: str | None = None) -> ProcessGroup:
-    """Make the process group over which replica groups average, one that works on this torch.
+def make_process_group(
+    backend: str | None, timeout: float, hostname: str | None = None
+) -> AdvertisedHost:
+    """Make the process group over which replica groups average.
 
     Args:
-        backend: ``gloo`` or ``nccl``.
+        backend: ``gloo`` or ``nccl``. None: gloo.
         timeout: How long a collective may take, in seconds.
         hostname: How peers reach this machine. None: its host name.
 
     Raises:
-        ValueError: There is no such backend.
+        ValueError: The host name does not resolve.
     """
-    kinds: dict[str, type[AdvertisedHost]] = {"nccl": Nccl, "gloo": Gloo}
-    if backend not in kinds:
-        raise ValueError(f"backend={backend!r}: use 'gloo' or 'nccl'")
-    if backend == "gloo" and not hasattr(TorchGloo._Options, "global_ranks_in_group"):  # pyright: ignore[reportAttributeAccessIssue]
-        kinds["gloo"] = GlooOnTorch27
-    group = kinds[backend](timeout=timedelta(seconds=timeout))  # pyright: ignore[reportCallIssue]
+    kind = Nccl if backend == "nccl" else Gloo
+    group = kind(timeout=timedelta(seconds=timeout))
     group.advertised_host = hostname
     interface = interface_of(hostname)  # raises if hostname does not resolve
-    if backend == "nccl" and interface is not None:
+    if kind is Nccl and interface is not None:
         # The variable applies to all of the process: NCCL has no such option for one group.
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return group
-
-
-def check_is_torchft_s(group: TorchProcessGroup) -> None:
-    """Refuse a process group of torch itself, whose handle is not torchft's.
-
-    torchft's Manager takes them since torch 2.14 (``enable_reconfigure=True``). Their handles are
-    not JSON, where ours tell the peers under which host a group is reached, and where members of a
-    quorum report to each other.
-
-    Raises:
-        ValueError: It is a process group of torch itself.
-    """
-    if not isinstance(group, ProcessGroup):
-        raise ValueError(
-            f"{type(group).__module__}.{type(group).__name__} is a process group of torch's own, "
-            "whose reconfigure handle is not torchft's JSON, in which replica groups tell each "
-            "other how they are reached: use make_manager(backend='gloo') or backend='nccl', or "
-            "give a group of torchft.process_group"
-        )
-
-
-def make_gloo(store: Store, rank: int, world_size: int, options: Any) -> TorchProcessGroup:
-    """Make a gloo group with our own options, which torchft's ``_create_pg`` does not take."""
-    backend = TorchGloo(store, rank, world_size, options)
-    backend._set_sequence_number_for_group()
-    group = TorchProcessGroup(store, rank, world_size)
-    group._set_default_backend(TorchProcessGroup.BackendType.GLOO)
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    for device in map(torch.device, devices):
-        group._register_backend(device, TorchProcessGroup.BackendType.GLOO, backend)
     return group
 
 

@@ -216,15 +216,17 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
     Raises:
         SettingsMismatch: All living groups of the last quorum have another number.
     """
-    alive = [member for member in status.members if member.replica_id in status.alive]
-    peers = [member for member in alive if group_name(member.replica_id) != replica_id]
+    peers = []
+    for member in status.members:
+        if member.replica_id in status.alive and group_name(member.replica_id) != replica_id:
+            peers.append(member)
     if peers and all(peer.world_size != num_ranks for peer in peers):
-        whose = f"replica group {group_names([peers[0].replica_id])}"
+        whose = f"replica group {group_name(peers[0].replica_id)}"
         compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
 
 
-def second_holders(reports: MemberReports) -> frozenset[str]:
-    """Name the members of a quorum whose replica id another member had before them.
+def second_holders(reports: MemberReports) -> dict[str, str]:
+    """Name the members of a quorum whose replica id another member had before them, and that one.
 
     The member that was in a quorum before is the first holder of an id, or if none was, the one
     whose name sorts first. All members read the same reports, so they name the same ones.
@@ -233,9 +235,12 @@ def second_holders(reports: MemberReports) -> frozenset[str]:
         reports: By the lighthouse's name of the member: its replica id, a colon and a uuid.
     """
     holders: dict[str, str] = {}
+    found = {}
     for name in _first_comers(reports):
-        holders.setdefault(group_name(name), name)
-    return frozenset(reports.keys() - holders.values())
+        first = holders.setdefault(group_name(name), name)
+        if first != name:
+            found[name] = first
+    return found
 
 
 # ---- who is waited for -------------------------------------------------------------------------
@@ -257,17 +262,15 @@ def has_lighthouse_restarted(previous: Sequence[PreviousQuorum], current: Previo
         current: The quorum that the lighthouse has given now.
     """
     newest = max(previous, key=lambda each: each.quorum_id, default=current)
-
-    def contradicts(earlier: PreviousQuorum) -> bool:
-        if earlier.quorum_id > current.quorum_id:
+    if newest.quorum_id > current.quorum_id:
+        return True
+    for earlier in previous:
+        for later in (newest, current):
+            if earlier.quorum_id == later.quorum_id and earlier != later:
+                return True
+        if set(earlier.members).isdisjoint(newest.members):
             return True
-        if earlier.quorum_id == current.quorum_id and earlier != current:
-            return True
-        return earlier != newest and (
-            earlier.quorum_id == newest.quorum_id or set(earlier.members).isdisjoint(newest.members)
-        )
-
-    return any(contradicts(each) for each in previous)
+    return False
 
 
 def members_before(reports: MemberReports) -> frozenset[str]:
@@ -332,7 +335,7 @@ def describe_fault(name: str, reports: MemberReports) -> str:
     )
 
 
-def members_to_leave_out(reports: MemberReports, min_replica_size: int = 1) -> frozenset[str]:
+def members_to_leave_out(reports: MemberReports, min_replica_size: int) -> frozenset[str]:
     """Name the members without which all connections of a quorum work, by the reports.
 
     Nobody is left out if a member has failed by an error of its own, if fewer than
@@ -341,12 +344,9 @@ def members_to_leave_out(reports: MemberReports, min_replica_size: int = 1) -> f
     if any(report.has_failed for report in reports.values()):
         return frozenset()
     kept = dict(reports)
-    while True:
-        name = at_fault(kept)
-        if name is None:
-            break
+    while (name := at_fault(kept)) is not None:
         del kept[name]
-        if len(kept) < max(1, min_replica_size):
+        if len(kept) < min_replica_size:
             return frozenset()
     newest = max(report.step for report in reports.values())
     if all(report.step < newest for report in kept.values()):
@@ -366,14 +366,15 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
 
     Args:
         quorum: torchft's ``QuorumResult``.
-        reports: Of the members that stay. This group is one of them.
+        reports: Of the members that stay, in the order of the quorum. This group is one of them.
         group_rank: This process's rank in its group.
 
     Returns:
         An object with the attributes that ``torchft.manager.Manager`` reads of a ``QuorumResult``.
     """
-    kept = [index for index, name in enumerate(quorum.replica_ids) if name in reports]
-    rank = kept.index(quorum.replica_rank)
+    names = [*reports]
+    rank = names.index(quorum.replica_ids[quorum.replica_rank])
+    handles = dict(zip(quorum.replica_ids, quorum.reconfigure_handles, strict=True))
     members = [*reports.values()]
     max_step = max(report.step for report in members)
     donors = [index for index, report in enumerate(members) if report.step == max_step]
@@ -385,15 +386,14 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
     return SimpleNamespace(
         quorum_id=quorum.quorum_id,
         replica_rank=rank,
-        replica_world_size=len(kept),
+        replica_world_size=len(names),
         recover_src_manager_address="" if source is None else members[source].manager,
         recover_src_replica_rank=source,
         recover_dst_replica_ranks=[joiner for joiner, donor in donor_of.items() if donor == rank],
-        store_address=quorum.store_address,
         max_step=max_step,
-        max_replica_rank=donors.index(rank) if rank in donors else None,
+        max_replica_rank=None,  # what torchft reads of async quorums only
         max_world_size=len(donors),
         heal=source is not None,
-        replica_ids=[quorum.replica_ids[index] for index in kept],
-        reconfigure_handles=[quorum.reconfigure_handles[index] for index in kept],
+        replica_ids=names,
+        reconfigure_handles=[handles[name] for name in names],
     )

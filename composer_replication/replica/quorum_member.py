@@ -7,9 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from threading import Event, Thread
-from typing import Any, ClassVar
+from typing import Any
 
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
@@ -92,9 +92,9 @@ class QuorumMember:
     heals.
 
     Each rank of a group reads the reports of the same rank in the other groups, and stops waiting
-    for missing members by its own clock. So the ranks of a group vote on every quorum. Without the
-    vote one rank could use a quorum that another has declined: it would wait in a vote on a commit,
-    and the other in a request for a quorum. For the same reason groups of several ranks leave out
+    for missing members by its own clock. So the ranks of a group agree on every quorum. Otherwise
+    one rank could use a quorum that another has declined: it would wait in a vote on a commit, and
+    the other in a request for a quorum. For the same reason groups of several ranks leave out
     nobody who cannot be reached: they try again until the connection is back, or until the member
     at fault leaves.
 
@@ -117,11 +117,11 @@ class QuorumMember:
             joined or left since), or None if it did not fail or nobody can be named.
     """
 
-    LEAVES_AFTER_S: ClassVar = 30.0
+    LEAVES_AFTER_S = 30.0
     """For how long the member at fault tries again, in seconds. No group leaves for an interruption
     of 20 s."""
 
-    REJECTIONS: ClassVar = (SettingsMismatch, DuplicateIdError)
+    REJECTIONS = (SettingsMismatch, DuplicateIdError)
     """The errors with which a group has to leave. The class name is the key of the reason in the
     store."""
 
@@ -130,19 +130,20 @@ class QuorumMember:
     tokens: Sequence[str]
     missing: MissingMembers
     find_unreachable: FindUnreachable
-    min_replica_size: int = 1
-    rank: int = 0
-    num_ranks: int = 1
-    store: Any = None
-    reports: MemberReports = field(init=False, default_factory=dict)
-    keeps_connection: bool = field(init=False, default=False)
-    fault: str | None = field(init=False, default=None)
-    _leave_reason: str | None = field(init=False, default=None)
-    _at_fault_since: float | None = field(init=False, default=None)
-    _managers: dict[str, str] = field(init=False, default_factory=dict)
-    _recheck: Recheck = field(init=False, default_factory=lambda: Recheck({}, tuple))
-    _rejection: ValueError | None = field(init=False, default=None)
-    _warned: dict[str, set[str]] = field(init=False, default_factory=dict)
+    min_replica_size: int
+    rank: int
+    num_ranks: int
+    store: Any
+
+    def __post_init__(self) -> None:
+        self.reports: MemberReports = {}
+        self.keeps_connection = False
+        self.fault: str | None = None
+        self._leave_reason = ""
+        self._at_fault_since: float | None = None
+        self._managers: dict[str, str] = {}
+        self._recheck = Recheck({}, self.find_unreachable)
+        self._warned: dict[str, set[str]] = {}
 
     # ---- what this member reports ------------------------------------------------------------
 
@@ -183,12 +184,13 @@ class QuorumMember:
 
     # ---- what it concludes from all reports ---------------------------------------------------
 
-    def use(self, quorum: Any, vote: Callable[[bool], bool]) -> Any:
+    def use(self, quorum: Any, do_ranks_agree: Callable[[bool], bool]) -> Any:
         """Decide whether and how to use a quorum, as all its other members do.
 
         Args:
             quorum: torchft's ``QuorumResult``.
-            vote: Whether all ranks of this group vote yes; called if there are several.
+            do_ranks_agree: Takes whether this rank uses the quorum, and returns whether all ranks
+                of this group do; called if there are several.
 
         Returns:
             The quorum, perhaps of fewer members.
@@ -209,11 +211,12 @@ class QuorumMember:
         is_first = self._is_first(reports)
         is_used = is_complete and fits and is_first
         if self.num_ranks > 1:
-            # Without the vote one rank could use a quorum that another one has declined: it would
-            # wait in a vote on a commit, and the other in a request for a quorum.
-            is_used = vote(is_used)
+            # Otherwise one rank could use a quorum that another one has declined: it would wait in
+            # a vote on a commit, and the other in a request for a quorum.
+            is_used = do_ranks_agree(is_used)
+            if not is_used:
+                self._check_rejection(do_ranks_agree)
         if not is_used:
-            self._check_rejection(vote)
             raise QuorumDeclined
         self.missing.deadline = None
         self._assign_blame(reports)
@@ -245,7 +248,7 @@ class QuorumMember:
         Any process that reaches the lighthouse can be a member of a quorum.
         """
         reports: dict[str, MemberReport] = {}
-        strangers: dict[str, str] = {}
+        strangers = {}
         for name, handle in handles.items():
             report = read_handle(handle, name, self.tokens)
             if report is not None:
@@ -258,8 +261,8 @@ class QuorumMember:
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
             )
         self._warn("stranger", strangers)
-        doubles: dict[str, str] = {}
-        for name in second_holders(reports) - {self.name}:
+        doubles = {}
+        for name in second_holders(reports).keys() - {self.name}:
             host, _, _ = reports.pop(name).board.rpartition(":")
             doubles[name] = _DOUBLE.format(group_name(name), host)
         self._warn("double", doubles)
@@ -295,7 +298,7 @@ class QuorumMember:
         It is always true on ranks other than 0.
 
         Only rank 0 compares, because torchft gives higher ranks no report of a group that has no
-        such rank. Its vote decides for all ranks.
+        such rank. Its answer decides for all ranks.
         """
         if self.rank != 0:
             return True
@@ -317,46 +320,41 @@ class QuorumMember:
         If it is not, and the first holder is alive, this group has to leave. The reports do not
         tell: a process that was killed while it asked for a quorum is still in the next one.
         """
-        if self.name not in second_holders(reports):
+        first = second_holders(reports).get(self.name)
+        if first is None:
             return True
         self.own.previous = None  # this member was in no quorum yet: it stays the second holder
         if self.rank != 0:
             return False
-        replica_id = group_name(self.name)
-        holders = (name for name in reports if name != self.name)
-        first = next(name for name in holders if group_name(name) == replica_id)
         board = reports[first].board
         with suppress(OSError):  # it has died, and will soon be out of the quorum
             Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
             host, _, _ = board.rpartition(":")
             self._reject(
                 DuplicateIdError(
-                    f"replica_id={replica_id!r} is taken: a living replica group on {host} has it. "
-                    "Give each group a REPLICA_GROUP_ID (replica_id=...) of its own; the ranks of "
-                    "one group call torch.distributed.init_process_group before make_manager"
+                    f"replica_id={group_name(first)!r} is taken: a living replica group on {host} "
+                    "has it. Give each group a REPLICA_GROUP_ID (replica_id=...) of its own; the "
+                    "ranks of one group call torch.distributed.init_process_group before "
+                    "make_manager"
                 )
             )
         return False
 
     def _reject(self, error: ValueError) -> None:
-        """Note on rank 0, before the ranks vote, why this group has to leave."""
-        self._rejection = error
-        if self.num_ranks > 1:
-            self.store.set(type(error).__name__, str(error))
+        """Say on rank 0 why this group has to leave: at once, or to all ranks before they agree."""
+        if self.num_ranks == 1:
+            raise error
+        self.store.set(type(error).__name__, str(error))
 
-    def _check_rejection(self, vote: Callable[[bool], bool]) -> None:
+    def _check_rejection(self, do_ranks_agree: Callable[[bool], bool]) -> None:
         """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
         for kind in self.REJECTIONS:
-            if self.rank != 0 and self.store.check([kind.__name__]):
+            if self.store.check([kind.__name__]):
                 reason = self.store.get(kind.__name__).decode()
-                self._rejection = kind(reason)
-        if self._rejection is None:
-            return
-        # The store ends with rank 0, which therefore waits until all ranks have read it.
-        if self.num_ranks > 1:
-            with suppress(TimeoutError):
-                vote(False)
-        raise self._rejection
+                # The store ends with rank 0, which therefore waits until all ranks have read it.
+                with suppress(TimeoutError):
+                    do_ranks_agree(False)
+                raise kind(reason)
 
     def _assign_blame(self, reports: MemberReports) -> None:
         """Note which group made the last sync fail, and forget this group's errors of that sync.
@@ -367,16 +365,15 @@ class QuorumMember:
         """
         culprit = at_fault(reports)
         managers = {name: report.manager for name, report in reports.items()}
-        before = set(map(group_name, self._managers))
-        gone = before.difference(map(group_name, managers))
+        gone = {*map(group_name, self._managers)}.difference(map(group_name, managers))
         if gone and self.rank == 0:
-            log.warning("No longer in the quorum: replica group %s", ", ".join(sorted(gone)))
+            log.warning("No longer in the quorum: replica group %s", group_names(gone))
         # A member whose manager server has another address has been started again.
         has_changed = managers != self._managers
         self._managers = managers
         self.own.unreachable = ()
         self.own.has_failed = False
-        self._leave_reason = None
+        self._leave_reason = ""
         if culprit != self.name:
             self._at_fault_since = None
             self.fault = "another" if culprit is not None or has_changed else None

@@ -43,11 +43,6 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def do_all_ranks_agree(vote: bool) -> bool:
-    """Whether every rank of the group votes yes. With several ranks it is a collective."""
-    return all(gather(vote))
-
-
 def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
     """Call a function on rank 0, and give every rank its result.
 

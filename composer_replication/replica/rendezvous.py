@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from composer_replication.replica.addresses import host_and_port
-from composer_replication.replica.lighthouse import can_connect
+from composer_replication.replica.addresses import does_answer
 from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.quorum import group_name
 
@@ -29,12 +28,10 @@ def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float)
     """
 
     def is_silent(name: str) -> bool:
-        host, port = host_and_port(handles[name]["store"])
-        return not can_connect(host, port, timeout_s)
+        return not does_answer(handles[name]["store"], timeout_s)
 
     with ThreadPoolExecutor(min(16, len(handles))) as pool:
-        are_silent = pool.map(is_silent, handles)
-        return tuple(itertools.compress(handles, are_silent))
+        return tuple(itertools.compress(handles, pool.map(is_silent, handles)))
 
 
 class Rendezvous:
@@ -93,10 +90,10 @@ class Rendezvous:
         own = self._boards[self._own_name]
         first.post(self._answers[self._own_name], "yes")
         while True:
-            answers = first.read([*self._answers.values(), self._declined])
+            # The declining member may not reach the first member's board.
+            answers = own.read([self._declined])
+            answers |= first.read([*self._answers.values(), self._declined])
             declining = answers.get(self._declined)
-            if declining is None:  # the declining member may not reach the first member's board
-                declining = own.read([self._declined]).get(self._declined)
             if declining is not None:
                 self.decline((), declining)
                 raise ConnectionError(
@@ -167,19 +164,14 @@ class SyncAlarm:
                 _log_unusable(error)
                 is_raised = True
             if is_raised:
-                self._note()
-
-    # ``_raised_at`` needs no lock: it changes once, from None to a number. If two threads set it at
-    # the same time, both see an alarm.
-
-    def _note(self) -> None:
-        if self._raised_at is None:
-            self._raised_at = time.monotonic()
+                # It needs no lock: it changes from None to a number. If two threads set it at the
+                # same time, both see an alarm.
+                self._raised_at = time.monotonic()
 
     def raise_for_all(self) -> None:
         """Raise the alarm, once. It is posted on another thread, so the caller does not wait."""
         if self._raised_at is None:
-            self._note()
+            self._raised_at = time.monotonic()
             # Not a daemon thread: a process that ends because of the error still posts it first.
             threading.Thread(target=self._post, name="raise_sync_alarm").start()
 

@@ -7,38 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.replica.ranks import do_all_ranks_agree
+from composer_replication.replica.ranks import gather
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """Replaces the Work that a Manager's collectives return.
 
-    Args:
-        finish: Waits for all members and writes the result. Returns whether that succeeded.
+    Attributes:
+        wait: Waits for all members, then writes the result into its tensor. Returns whether the
+            collective succeeded. An error is reported to the manager, as in torchft.
     """
 
-    finish: Callable[[], bool]
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait for all members, then write the result into its tensor.
-
-        Args:
-            timeout: Ignored: a group that is alone waits for nobody, and ``simulate`` has one
-                timeout for every wait.
-
-        Returns:
-            Whether the collective succeeded. An error is reported to the manager, as in torchft.
-        """
-        del timeout
-        return self.finish()
+    wait: Callable[[], bool]
 
 
 class SingleGroupManager:
@@ -171,7 +157,7 @@ class SingleGroupManager:
     def should_commit(self) -> bool:
         """Vote with the other ranks of the group. Returns whether none of them has an error."""
         assert self._has_quorum, "a vote before start_quorum"
-        is_committed = do_all_ranks_agree(self._error is None)
+        is_committed = all(gather(self._error is None))
         if is_committed:
             self._step += 1
             self._batches_committed += 1

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
 from threading import Event, Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,13 +292,14 @@ def commit_while_a_slow_one_joins(group: Process) -> Any:
 def _read_slowly() -> None:
     """A line of 0.2 MB/s: ten times the process group's timeout of 2 s for 4 MB."""
 
-    class Slow(socket.socket):
-        def recv_into(self, buffer: memoryview) -> int:  # type: ignore[override]
-            time.sleep(0.05)
-            return super().recv_into(buffer)
+    receive_into = socket.socket.recv_into
+
+    def slowly(connection: socket.socket, buffer: memoryview) -> int:
+        time.sleep(0.05)
+        return receive_into(connection, buffer)
 
     peer_client.CHUNK = 10_000
-    peer_client.socket = SimpleNamespace(**vars(socket) | {"socket": Slow})  # type: ignore[assignment]
+    socket.socket.recv_into = slowly  # type: ignore[assignment]
 
 
 @pytest.mark.alone

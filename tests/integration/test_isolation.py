@@ -48,12 +48,14 @@ def train(
     QuorumMember.LEAVES_AFTER_S = LEAVES_AFTER_S
     model = Scalar()
     lost = syncs_after = retries = 0
-    ended, manager, last, longest = None, None, time.monotonic(), 0.0
+    ended, last, longest = None, time.monotonic(), 0.0
+    connected: list[int] = []
     try:
         with group.training(
             model, 1, options={"timeout": 60.0} | (options or {}), **settings or {}
         ) as own:
             manager = own.manager
+            count_connections(manager, connected)
             has_begun = False
             while not (
                 syncs_after >= ENOUGH and (group.replica_id == first or group.over.is_set())
@@ -79,8 +81,19 @@ def train(
         "longest_s": longest,
         "retries": retries,
         "theta": model.w.item(),
-        "connections": manager.connection if manager else 0,
+        "connections": len(connected),
     }
+
+
+def count_connections(manager: ReplicaManager, connected: list[int]) -> None:
+    """Note each time that the members of a quorum connect."""
+    connect = manager._reconfigure_pg
+
+    def noted(number: int, handles: list[str]) -> None:
+        connected.append(number)
+        connect(number, handles)
+
+    manager._reconfigure_pg = noted
 
 
 def unreachable(manager: ReplicaManager, seconds: float) -> None:

@@ -11,7 +11,14 @@ from strange_servers import strange_server
 
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal.donor import Offer, Part
-from composer_replication.replica.peer_client import Notices, PeerClient, PeerError, receive, send
+from composer_replication.replica.peer_client import (
+    Notices,
+    PeerClient,
+    PeerError,
+    proof,
+    receive,
+    send,
+)
 
 
 def in_s(seconds):
@@ -19,7 +26,7 @@ def in_s(seconds):
 
 
 def ask(address, limit_s=5.0):
-    PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", deadline=in_s(limit_s))
+    PeerClient(["secret"], "joiner", 1.0).ask(address, "latest", limit_s=limit_s)
 
 
 def seconds_until_refused(address):
@@ -64,8 +71,10 @@ def test_a_peer_that_drips_is_given_up_at_the_deadline(kind):
 
 
 def fetch(said, size):
-    def answer(connection, _):
-        send(connection, {"size": said}, in_s(5))
+    def answer(connection, asked):
+        question = (address, "challenge", asked["nonce"], asked["name"], asked["request"])
+        signed = proof("secret", "answer", *question, said)
+        send(connection, {"answer": said, "proof": signed}, in_s(5))
         drip(connection, b"x")
 
     with strange_peer(answer) as address:
@@ -128,18 +137,19 @@ def test_an_answer_that_is_none_is_an_error(odd):
     [
         None,
         {},
-        ["x", 9, False, None, None],
-        [1, 9, False, None],
-        [1, -1, False, None, None],
-        [1, 9, False, [3, 4], None],
-        [1, 9, False, ["a"], None],
-        [1, 9, False, ["a", 2**60], None],
+        ["x", 9, False, ["", 0], ["", 0]],
+        [1, 9, False, ["", 0]],
+        [1, 9, False, None, ["", 0]],
+        [1, -1, False, ["", 0], ["", 0]],
+        [1, 9, False, [3, 4], ["", 0]],
+        [1, 9, False, ["a"], ["", 0]],
+        [1, 9, False, ["a", 2**60], ["", 0]],
     ],
 )
 def test_an_offer_that_is_none_is_an_error(answer):
     with pytest.raises(PeerError, match="^there: .* is no offer of a state"):
         Offer.read(answer, "there")
-    offer = Offer.read([7, 9, False, ["ab", 12], None], "there")
+    offer = Offer.read([7, 9, False, ["ab", 12], ["", 0]], "there")
     assert offer == Offer(7, 9, state=Part("ab", 12))
 
 

@@ -39,7 +39,7 @@ def soon():
 
 def ask(server, *tokens, request=("latest",)):
     client = PeerClient(tokens or ["secret"], "joiner", 5.0)
-    return client.ask(server.address, *request, deadline=soon())
+    return client.ask(server.address, *request)
 
 
 def notices(server, *tokens):
@@ -210,7 +210,7 @@ def test_without_file_descriptors_a_server_waits_and_does_not_spin(server, monke
 
 def serve_state(server, *parts):
     """Have the server give a body of these parts."""
-    server.answers["state"] = lambda name: contextlib.nullcontext([*map(memoryview, parts)])
+    server.answers["state"] = lambda name: peer_server.Served([*map(memoryview, parts)])
 
 
 def test_a_line_that_takes_a_part_of_what_it_is_given_gets_all_of_it_once(server, monkeypatch):

@@ -14,17 +14,11 @@ import psutil
 import pytest
 import torch
 from torch.distributed.distributed_c10d import AllreduceOptions
-from torchft.process_group import ProcessGroupDummy, ProcessGroupNCCL, reconfigure_with_store
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL, reconfigure_with_store
 
 from composer_replication.replica.addresses import interface_of
-from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.process_group import (
-    Gloo,
-    GlooOnTorch27,
-    check_is_torchft_s,
-    host_store,
-    make_process_group,
-)
+from composer_replication.replica.factory import make_manager
+from composer_replication.replica.process_group import host_store, make_process_group
 
 
 @pytest.fixture(autouse=True)
@@ -34,13 +28,12 @@ def no_interface_stays_set(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_the_backends_are_torchft_s_but_for_gloo_and_others_are_refused():
-    is_old = torch.__version__.startswith("2.7.")
-    gloo = make_process_group("gloo", timeout=10.0)
-    assert type(gloo) is (GlooOnTorch27 if is_old else Gloo)
+def test_the_backends_are_torchft_s_and_others_are_refused():
+    for backend in ("gloo", None):
+        assert isinstance(make_process_group(backend, timeout=10.0), ProcessGroupGloo)
     assert isinstance(make_process_group("nccl", timeout=10.0), ProcessGroupNCCL)
-    with pytest.raises(ValueError, match="backend='mpi': use 'gloo' or 'nccl'"):
-        make_process_group("mpi", timeout=10.0)
+    with pytest.raises(ValueError, match="backend='mpi'.*gloo.*nccl"):
+        make_manager(backend="mpi")
 
 
 def test_peers_get_the_host_it_was_given_or_else_this_machine_s_name(monkeypatch):
@@ -106,33 +99,3 @@ def test_giving_up_the_connections_waits_for_no_collective(way):
     while not work.is_completed():  # no thread of gloo outlives the test
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-class Native(torch.distributed.ProcessGroup):
-    """As torch 2.14 makes them with ``enable_reconfigure=True``: its handle is text of its own."""
-
-    supports_reconfigure = True
-
-    def get_reconfigure_handle(self):
-        return "nccl2:0:6d1c2f:10.0.0.1:29500"
-
-
-def test_a_native_group_is_refused_before_anything_is_opened():
-    native = Native(0, 1)
-    with pytest.raises(ValueError, match="Native is a process group of torch's own, whose reconf"):
-        ReplicaManager(
-            pg=native,
-            replica_id="0",
-            lighthouse_addr="http://localhost:1",
-            hostname="localhost",
-            server=None,
-            load_state_dict=None,
-            state_dict=None,
-            min_replica_size=1,
-        )
-
-
-def test_any_group_of_torchft_is_taken():
-    for group in (ProcessGroupDummy(0, 1), make_process_group("gloo", timeout=10.0)):
-        check_is_torchft_s(group)
-        assert {"id", "store"} <= json.loads(group.get_reconfigure_handle()).keys()

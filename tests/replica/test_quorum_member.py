@@ -43,7 +43,7 @@ def member_of(letter, *, tokens=("secret",), find_unreachable=lambda handles: ()
         tokens,
         MissingMembers(frozenset),
         find_unreachable,
-        **arguments,
+        **{"min_replica_size": 1, "rank": 0, "num_ranks": 1, "store": None} | arguments,
     )
 
 
@@ -56,7 +56,6 @@ def quorum_of(handles, own, quorum_id=3):
     return SimpleNamespace(
         quorum_id=quorum_id,
         replica_rank=[*handles].index(own),
-        store_address="",
         replica_ids=[*handles],
         reconfigure_handles=[*handles.values()],
     )
@@ -126,7 +125,7 @@ class Groups:
     def use(self, letter, quorum_id, handles):
         member = self.member[letter]
         try:
-            member.use(quorum_of(handles, member.name, quorum_id), vote=None)
+            member.use(quorum_of(handles, member.name, quorum_id), do_ranks_agree=None)
         except QuorumDeclined:
             return "declined"
         return "kept" if member.keeps_connection else "connected"
@@ -361,7 +360,7 @@ def test_nobody_waits_for_a_member_that_is_left_out_and_asks_late():
 def use(member, *others, step=4, quorum_id=3):
     """Have a member use a quorum with others, by name and handle."""
     handles = {member.name: member.add_report(HANDLE, step), **dict(others)}
-    return member.use(quorum_of(handles, member.name, quorum_id), vote=None)
+    return member.use(quorum_of(handles, member.name, quorum_id), do_ranks_agree=None)
 
 
 def signed(**changes):
@@ -475,7 +474,7 @@ def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():
     for rank, handle in zip(ranks, (peer, ""), strict=True):
         quorum = quorum_of({"a:1": handle, "b:1": own}, "b:1")
         with pytest.raises(SettingsMismatch, match="of replica group a, .* ranks: 2 here, 1 there"):
-            rank.use(quorum, vote=lambda is_used: False)
+            rank.use(quorum, do_ranks_agree=lambda is_used: False)
 
 
 def test_a_group_that_saves_to_another_s_remote_folder_leaves_and_the_other_waits_for_that():

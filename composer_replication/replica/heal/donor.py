@@ -6,15 +6,14 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.peer_client import PeerError, converted
-from composer_replication.replica.peer_server import Body
+from composer_replication.replica.peer_server import Body, Served
 
 KEPT_S = 60.0
 """How long a copy of the state is kept for a joiner that has asked for its name, in seconds."""
@@ -47,8 +46,13 @@ class Part(NamedTuple):
         num_bytes: Its size.
     """
 
-    name: str
-    num_bytes: int
+    name: str = ""
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, body: Body) -> Part:
+        """Name and size of these bytes."""
+        return cls(state_bytes.digest_of_bytes(body), sum(map(len, body)))
 
 
 class Offer(NamedTuple):
@@ -56,18 +60,18 @@ class Offer(NamedTuple):
 
     Attributes:
         step: The manager's step.
-        num_bytes: About how large the state is, for time limits.
+        num_bytes: About how large the state is, for time limits; of the latest state only.
         is_syncing: Whether the donor is between a quorum and its vote, so that its state changes
             before the next quorum.
-        state: The global state, if it can be fetched.
+        state: The global state; without a name if it has not been copied or named for a joiner.
         rest: What others have registered with the manager, and torchft's own; in a quorum only.
     """
 
     step: int
     num_bytes: int = 0
     is_syncing: bool = False
-    state: Part | None = None
-    rest: Part | None = None
+    state: Part = Part()
+    rest: Part = Part()
 
     @classmethod
     def read(cls, answer: Any, address: str) -> Offer:
@@ -79,7 +83,7 @@ class Offer(NamedTuple):
         try:
             offer = converted(answer, cls)
             for part in (offer, offer.state, offer.rest):
-                if part is not None and not 0 <= part.num_bytes < MOST_BYTES:
+                if not 0 <= part.num_bytes < MOST_BYTES:
                     raise ValueError("a size is impossible")
             return offer
         except (ValueError, TypeError) as error:
@@ -88,21 +92,17 @@ class Offer(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Copy:
+class _Copy(Served):
     """A copy of the global state for joiners outside of a quorum.
 
     Attributes:
         version: The version of the state, see ``GlobalState``.
-        step: The manager's step when it was made.
-        part: Its name and size.
-        body: Its bytes.
+        offer: What joiners are told of it.
         made_at: When it was made, by ``time.monotonic``.
     """
 
     version: Hashable
-    step: int
-    part: Part
-    body: Body
+    offer: Offer
     made_at: float
 
 
@@ -111,14 +111,12 @@ class _Quorum:
     """What this group offers while it waits in a quorum with a joiner.
 
     Attributes:
-        step: The manager step of the quorum.
         version: The version of the global state.
         state: The global state: the tensors themselves, which do not change before the vote.
         rest: Name and size of the rest.
         rest_body: The bytes of the rest.
     """
 
-    step: int
     version: Hashable
     state: Mapping[str, Any]
     rest: Part
@@ -130,7 +128,11 @@ class _Quorum:
         return state_bytes.dump(self.state)
 
 
-_NOT_NAMED: tuple[Hashable, Part] = object(), Part("", 0)
+_NOT_NAMED: tuple[Hashable, Part] = object(), Part()
+
+
+def _no_offer() -> Offer:
+    return Offer(0)
 
 
 class Donor:
@@ -163,22 +165,22 @@ class Donor:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self.answers: Mapping[str, Callable[..., Any]] = {
-            "latest": self._latest,
+            "latest": lambda: self._latest(),
             "copy": self._offer_copy,
             "offer": self._offer_in_quorum,
             "state": self._part,
         }
         self._lock = threading.Condition()
         self._making = threading.Lock()
-        self._step: Callable[[], int] = int
-        self._is_syncing: Callable[[], bool] = bool
+        self._latest: Callable[[], Offer] = _no_offer
         self._source: GlobalState | None = None
         self._named = _NOT_NAMED
         # The copy lives as long as somebody holds it: the list, once for each joiner that has asked
         # for its name and not for its bytes, and each connection that is sending it.
         self._wanted: list[_Copy] = []
         self._copy: Callable[[], _Copy | None] = lambda: None
-        self._quorum: _Quorum | None = None
+        # By the manager step of the quorum, as text: the one that is open, or none.
+        self._quorums: dict[str, _Quorum] = {}
 
     def serve(
         self, step: Callable[[], int], source: GlobalState, is_syncing: Callable[[], bool] = bool
@@ -191,9 +193,8 @@ class Donor:
             is_syncing: Returns whether the group is between a quorum and its vote; called in the
                 same way.
         """
-        self._step = step
         self._source = source
-        self._is_syncing = is_syncing
+        self._latest = lambda: Offer(step(), source.num_bytes, is_syncing())
 
     def open(self, step: int, state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Offer the state of a quorum until ``close``.
@@ -204,18 +205,17 @@ class Donor:
             rest: Further state that torchft sends with it. It is copied.
         """
         # As bytes, now: with a delay this group trains on while a joiner is still to ask for it.
-        body = memoryview(b"".join(state_bytes.dump(rest)))
-        part = Part(state_bytes.digest_of_bytes([body]), len(body))
+        body = [memoryview(b"".join(state_bytes.dump(rest)))]
         version = object() if self._source is None else self._source.version
-        quorum = _Quorum(step, version, state, part, [body])
+        quorum = _Quorum(version, state, Part.of(body), body)
         with self._lock:
-            self._quorum = quorum
+            self._quorums = {str(step): quorum}
             self._lock.notify_all()
 
     def close(self) -> None:
         """End the offer of a quorum, and drop a copy that nobody has fetched in time."""
         with self._lock:
-            self._quorum = None
+            self._quorums = {}
             if self._wanted and time.monotonic() - self._wanted[0].made_at >= KEPT_S:
                 self._wanted.clear()
 
@@ -223,43 +223,31 @@ class Donor:
         """End all offers. Transfers that have begun are completed."""
         with self._lock:
             self._source = None
-            self._quorum = None
+            self._latest = _no_offer
+            self._quorums = {}
             self._wanted.clear()
-
-    def _latest(self) -> Offer:
-        return Offer(self._step(), self._num_bytes(), self._is_syncing())
 
     # ---- in a quorum -------------------------------------------------------------------------
 
     def _offer_in_quorum(self, step: str) -> Offer:
         source = self._source
-        limit_s = answer_limit_s(self._timeout, self._num_bytes())
+        limit_s = answer_limit_s(self._timeout, self._latest().num_bytes)
         with self._lock:
             # A joiner may ask before this group has made its offer. Without the wait the answer
             # would be that there is nothing, and the sync would fail for all groups.
-            self._lock.wait_for(lambda: self._is_at(step), limit_s)
-            quorum = self._quorum
-        if quorum is None or str(quorum.step) != step:
-            raise KeyError(step)
+            self._lock.wait_for(lambda: step in self._quorums, limit_s)
+            quorum = self._quorums[step]
         with self._making:
             part = self._name(quorum.version, lambda: quorum.body)
             if source is not None and source.version != quorum.version:
                 self._named = _NOT_NAMED  # the vote is over; the bytes have changed while hashed
                 raise KeyError(step)
-        return Offer(quorum.step, part.num_bytes, state=part, rest=quorum.rest)
-
-    def _num_bytes(self) -> int:
-        return 0 if self._source is None else self._source.num_bytes
-
-    def _is_at(self, step: str) -> bool:
-        return self._quorum is not None and str(self._quorum.step) == step
+        return Offer(int(step), state=part, rest=quorum.rest)
 
     def _name(self, version: Hashable, body: Callable[[], Body]) -> Part:
         """The name and size of a version of the state. The caller holds ``_making``."""
         if self._named[0] != version:
-            parts = body()
-            part = Part(state_bytes.digest_of_bytes(parts), sum(map(len, parts)))
-            self._named = version, part
+            self._named = version, Part.of(body())
         return self._named[1]
 
     # ---- at any time -------------------------------------------------------------------------
@@ -279,7 +267,7 @@ class Donor:
             with self._lock:
                 self._copy = weakref.ref(copy)
                 self._wanted.append(copy)
-            return Offer(copy.step, copy.part.num_bytes, state=copy.part)
+            return copy.offer
 
     def _make_copy(self, source: GlobalState) -> _Copy:
         """Copy the state, if possible without the lock that an outer step would wait for."""
@@ -289,35 +277,30 @@ class Donor:
                 made = self._dump(source)
         assert made is not None, "the state does not change while it is held"
         step, version, body = made
-        part = self._name(version, lambda: body)
-        return _Copy(version, step, part, body, time.monotonic())
+        offer = Offer(step, state=self._name(version, lambda: body))
+        return _Copy(body, version, offer, time.monotonic())
 
     def _dump(self, source: GlobalState) -> tuple[int, Hashable, Body] | None:
         """The manager's step, the state's version and a copy; None if the state has changed."""
-        step = self._step()
+        step = self._latest().step
         version = source.version
         body = state_bytes.dump(source.for_joiner(), copies=True)
         if source.version != version:
             return None
         return step, version, body
 
-    @contextmanager
-    def _part(self, name: str) -> Iterator[Body]:
+    def _part(self, name: str) -> Served:
         with self._lock:
             copy = self._copy()
-            quorum = self._quorum
             version, named = self._named
-            if copy is not None and copy.part.name != name:
-                copy = None
-            if copy is not None and self._wanted:
-                self._wanted.pop()
-        if copy is not None:
-            yield copy.body
-        elif quorum is None:
-            raise KeyError(name)
-        elif name == quorum.rest.name:
-            yield quorum.rest_body
-        elif name == named.name and version == quorum.version:
-            yield quorum.body
-        else:
-            raise KeyError(name)
+            quorums = self._quorums
+            if copy is not None and copy.offer.state.name == name:
+                if self._wanted:
+                    self._wanted.pop()
+                return copy
+        for quorum in quorums.values():
+            if name == quorum.rest.name:
+                return Served(quorum.rest_body)
+            if name == named.name and version == quorum.version:
+                return Served(quorum.body)  # without the lock: it may be copied to the host now
+        raise KeyError(name)

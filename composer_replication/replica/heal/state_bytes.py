@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from composer_replication.diloco.averaging.flat_buffer import fresh_pages
+from composer_replication.replica.peer_client import PeerError
 
 ALIGNMENT = 64
 """The data of a tensor starts at a multiple of this many bytes."""
@@ -30,8 +31,17 @@ HASH_CHUNK = 1 << 24
 _LENGTH = struct.Struct("<Q")
 
 
-class NotAState(ValueError):
-    """Raised for bytes that ``dump`` has not made."""
+class NotAState(PeerError):
+    """Bytes of a peer that ``dump`` has not made.
+
+    Args:
+        reason: What is wrong with them.
+    """
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(
+            f"a peer's state is rejected, it is more than tensors and plain containers: {reason}"
+        )
 
 
 def memory(num_bytes: int) -> memoryview:
@@ -66,10 +76,8 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     parts = [head]
     end = len(head)
     for tensor, start in zip(tensors, _layout(end, tensors), strict=False):
-        padding = bytes(start - end)
         numbers = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-        parts.append(memoryview(padding))
-        parts.append(numbers.numpy().data)
+        parts += memoryview(bytes(start - end)), numbers.numpy().data
         end = start + tensor.nbytes
     return parts
 
@@ -96,7 +104,7 @@ def load(body: memoryview) -> Any:
 
     def collect(tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
-            raise NotAState(f"a tensor in the head, on {tensor.device}")
+            raise ValueError(f"a tensor in the head, on {tensor.device}")
         described.append(tensor)
         return tensor
 

@@ -4,14 +4,17 @@ torchft's own ``HTTPTransport`` unpickles whatever the peer sends. It advertises
 name, whatever ``hostname`` is. And it serves only while the donor waits in a quorum, so that a slow
 download stops all groups.
 
-Here the state has a name, its SHA-256. A joiner downloads the state before it asks for a quorum. In
-the quorum it then needs only the name, and sees that it has this state already (ADR-011).
+Here the state has a name, its SHA-256. While a joiner fetches its state inside a quorum, all other
+groups wait with it, for ``timeout`` at most. So a joiner fetches before it asks for a quorum.
+Meanwhile it sends the lighthouse no heartbeat, so no quorum waits for it. In the quorum it then
+needs only the name, and sees that it has this state already (ADR-011).
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,8 +22,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torchft.checkpointing.transport import CheckpointTransport
+from torchft.coordination import ManagerClient
 
 from composer_replication.diloco.torchft_api import HEAL_STATE, STATE_NAME
+from composer_replication.replica.addresses import does_answer
 from composer_replication.replica.heal import state_bytes
 from composer_replication.replica.heal.donor import (
     Donor,
@@ -29,10 +34,18 @@ from composer_replication.replica.heal.donor import (
     answer_limit_s,
     download_limit_s,
 )
-from composer_replication.replica.peer_client import PeerClient, PeerError
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, read_status
+from composer_replication.replica.peer_client import NothingThere, PeerClient, PeerError
 from composer_replication.replica.peer_server import PeerServer
 
 log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+
+WAIT_FOR_COMMIT = 4.0
+"""A joiner waits for the next commit at most so many times as long as its download took: right
+after a commit there is most time for another download. If no commit comes in that time, syncs are
+so rare that they hardly overtake the next download."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +68,17 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     offer the state of that quorum's step (``send_checkpoint`` to ``disallow_checkpoint``). The
     global state can also be asked for at any other time (``serve``).
 
+    A joiner calls ``fetch``, then ``newest`` before its first quorum. If the peers commit nothing
+    between the download and the quorum, it has the state already. Otherwise it fetches again in the
+    quorum (``recv_checkpoint``), where all others wait for it.
+
     Args:
         server: Gives the state to peers. Its tokens are the run's: both sides of a heal prove that
             they know one of them.
-        timeout: How long a peer may be silent, in seconds.
+        timeout: How long a peer may be silent, and peers wait for this group in a quorum, in
+            seconds.
+        lighthouse_addr: ``http://host:port``. Its page names the groups in training.
+        rank: This process's rank in its group; it fetches from the same rank of a peer.
         name: The name of this replica group, for the log of its peers.
 
     Attributes:
@@ -66,19 +86,30 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         downloaded: The newest global state of a peer, until a heal has taken it over.
     """
 
-    def __init__(self, server: PeerServer, timeout: float, name: str = "") -> None:
+    def __init__(
+        self, server: PeerServer, timeout: float, lighthouse_addr: str, rank: int, name: str
+    ) -> None:
         self._client = PeerClient(server.tokens, name, timeout)
         self._donor = Donor(timeout)
         self.serve = self._donor.serve
-        self.downloaded: Download | None = None
-        self._server = server
+        self.server = server
         server.answers |= self._donor.answers
+        self._timeout = timeout
+        self._lighthouse_addr = lighthouse_addr
+        self._rank = rank
+        self.downloaded: Download | None = None
+        # The last download before a quorum: from whom, the donor's manager step, and its beginning.
+        self._address = ""
+        self._step = 0
+        self._began = 0.0
+        self._is_too_slow = False
+        """Whether the others sync too often for this group to be ready in time."""
 
     # ---- the donor ---------------------------------------------------------------------------
 
     def metadata(self) -> str:
         """The address of the server, which torchft passes on to joiners."""
-        return self._server.address
+        return self.server.address
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
@@ -93,19 +124,141 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """End the offer; torchft calls it at every vote, before the state changes."""
         self._donor.close()
 
-    # ---- the joiner --------------------------------------------------------------------------
+    # ---- a joiner, before its first quorum -----------------------------------------------------
 
-    def ask(self, address: str, *request: str, limit_s: float) -> Offer:
-        """Ask a donor for an offer; see ``Donor.answers``.
+    def fetch(self, *, follows_commit: bool = False) -> None:
+        """Download the global state of the groups in training, if there are any.
+
+        Args:
+            follows_commit: Whether they have just committed.
+
+        Raises:
+            PeerError: There are donors, and none of them could send the state, or none fast enough:
+                a download that peers overtake again and again may take a quarter of ``timeout``.
+                This group would only delay the others.
+        """
+        reasons: list[str] = []
+        for donor in self._donors():
+            try:
+                return self._fetch_from(donor, follows_commit)
+            except PeerError as error:
+                log.warning("No global state from %s: %s", donor, error)
+                # Otherwise it has just left or died, and is no donor any more.
+                if not isinstance(error, NothingThere) and does_answer(donor):
+                    reasons.append(str(error))
+        if reasons:
+            raise PeerError(
+                f"{len(reasons)} replica groups have the global state, and it could not be fetched "
+                f"from any. The last error: {reasons[-1]}"
+            )
+
+    def _donors(self) -> Iterator[str]:
+        """The servers of the living groups of the last quorum, the highest step first.
+
+        The first of them is the one that a quorum makes the donor of this rank if no other group
+        joins (``restrict_quorum``): it then knows the state's name already.
+        """
+        members = read_status(self._lighthouse_addr).members
+        turn = self._rank % max(1, len(members))
+        limit = timedelta(seconds=CONNECT_TIMEOUT_S)
+        for member in sorted(members[turn:] + members[:turn], key=lambda member: -member.step):
+            if not does_answer(member.manager_addr):
+                continue  # it has died; torchft's client would wait for the limit
+            try:
+                manager = ManagerClient(member.manager_addr, connect_timeout=limit)
+                address = manager._checkpoint_metadata(self._rank, timeout=limit)
+                latest = self.ask(address, "latest", limit_s=CONNECT_TIMEOUT_S)
+            except (RuntimeError, OSError, ValueError) as error:
+                # It has died, or is no donor. If the quorum makes it one, the heal there says why
+                # not.
+                reason = str(error) or repr(error)
+                log.info("%s is no donor: %s", member.replica_id, reason.splitlines()[0])
+                continue
+            if latest.step > 0:
+                yield address
+
+    def _fetch_from(self, donor: str, follows_commit: bool) -> None:
+        while True:
+            self._began = time.monotonic()
+            latest = self.ask(donor, "latest")
+            if self.downloaded is not None and latest.step == self._step:
+                return  # they have not committed since: it is the state that this group has
+            limit_s = answer_limit_s(self._timeout, latest.num_bytes)
+            offer = self.ask(donor, "copy", limit_s=limit_s)
+            size = offer.state.num_bytes
+            log.info("Fetching the global state, %.1f MB, from %s", size / 1e6, donor)
+            deadline = time.monotonic() + download_limit_s(self._timeout, size)
+            self.download(donor, offer.state, deadline)
+            self._address = donor
+            self._step = offer.step
+            seconds = time.monotonic() - self._began
+            if not self._is_overtaken():
+                return
+            if follows_commit:
+                break
+            follows_commit = True
+            self._wait_for_commit(seconds)
+        if seconds < self._timeout / 4:
+            return
+        raise PeerError(
+            f"the global state, {size / 1e6:.1f} MB, takes {seconds:.1f} s to arrive "
+            f"({size / 1e6 / seconds:.2f} MB/s), which is longer than the others take from one "
+            f"sync to the next, and too much of timeout={self._timeout:g} for them to wait: this "
+            "group leaves. Use a faster link, a larger sync_every, or "
+            f"timeout={4.5 * seconds:.0f} in all groups"
+        )
+
+    def newest(self) -> dict[str, Any] | None:
+        """Return the state that was downloaded, or another one if the peers have committed since.
+
+        Call it right before the quorum, and prepare what it returns; that takes time, so call it
+        again until it returns a state of the same name. None if nothing was downloaded. It gives up
+        if the peers commit again before a state is prepared that was fetched right after a commit.
+
+        Raises:
+            PeerError: See ``fetch``.
+        """
+        if self.downloaded is not None and not self._is_too_slow and self._is_overtaken():
+            log.info("The others have synced since the download of their global state")
+            is_right_after = self._wait_for_commit(time.monotonic() - self._began)
+            self.fetch(follows_commit=is_right_after)
+            self._is_too_slow = is_right_after  # if that is overtaken too
+        return None if self.downloaded is None else self.downloaded.state
+
+    def _is_overtaken(self) -> bool:
+        """Whether the peers will have another state in their next quorum."""
+        try:
+            latest = self.ask(self._address, "latest")
+        except PeerError:
+            return True  # the donor is gone: another one may have the same state
+        return latest.step != self._step or latest.is_syncing
+
+    def _wait_for_commit(self, download_s: float) -> bool:
+        """Wait for the donor's next commit. Returns whether there was one in time."""
+        try:
+            before = self.ask(self._address, "latest").step
+            deadline = time.monotonic() + WAIT_FOR_COMMIT * download_s
+            while time.monotonic() < deadline:
+                latest = self.ask(self._address, "latest")
+                if latest.step != before and not latest.is_syncing:
+                    return True
+                time.sleep(POLL_S)
+        except PeerError as error:
+            log.info("%s does not answer any more: %s", self._address, error)
+        return False
+
+    def ask(self, address: str, *request: str, limit_s: float | None = None) -> Offer:
+        """Ask a donor for an offer; see ``Donor.answers`` and ``PeerClient.ask``.
 
         Raises:
             PeerError: It does not answer in time, or cannot be trusted.
         """
-        answer = self._client.ask(address, *request, deadline=time.monotonic() + limit_s)
-        return Offer.read(answer, address)
+        return Offer.read(self._client.ask(address, *request, limit_s=limit_s), address)
 
-    def download(self, address: str, state: Part, deadline: float) -> None:
-        """Download a global state. It replaces the one before, in the same memory if it fits.
+    def download(self, address: str, state: Part, deadline: float) -> dict[str, Any]:
+        """Return a global state, which is downloaded unless the last download has its name.
+
+        It replaces the one before, in the same memory if it fits.
 
         Args:
             address: The address of the donor's server.
@@ -116,16 +269,20 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             PeerError: The state does not arrive in time, has another hash, or is no state.
         """
         into = None
-        if self.downloaded is not None and len(self.downloaded.body) == state.num_bytes:
-            into = self.downloaded.body
+        if self.downloaded is not None:
+            if self.downloaded.state[STATE_NAME] == state.name:
+                return self.downloaded.state
+            if len(self.downloaded.body) == state.num_bytes:
+                into = self.downloaded.body
         self.downloaded = None  # two states at a time may not fit into memory
-        body = self._fetch(address, state, deadline, into)
-        content = _load(body)
+        body = self._fetch_part(address, state, deadline, into)
+        content = state_bytes.load(body)
         if not isinstance(content, dict):
             raise PeerError(f"{address} sent no state, but a {type(content).__name__}")
         self.downloaded = Download(body, content | {STATE_NAME: state.name})
+        return self.downloaded.state
 
-    def _fetch(
+    def _fetch_part(
         self, address: str, part: Part, deadline: float, into: memoryview | None = None
     ) -> memoryview:
         if into is None:
@@ -135,10 +292,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             raise PeerError(f"{address} sent a state that is damaged: {len(into)} bytes")
         return into
 
-    @property
-    def downloaded_state(self) -> dict[str, Any] | None:
-        """The global state that has been downloaded; None if there is none."""
-        return None if self.downloaded is None else self.downloaded.state
+    # ---- a joiner, in the quorum ---------------------------------------------------------------
 
     def recv_checkpoint(
         self, src_rank: int, metadata: str, step: int, timeout: timedelta
@@ -162,27 +316,21 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             num_bytes = len(self.downloaded.body)
         answer_s = answer_limit_s(limit_s, num_bytes)
         offer = self.ask(metadata, "offer", str(step), limit_s=answer_s)
-        state = offer.state
-        if state is None or offer.rest is None:
-            raise PeerError(f"{metadata} offers not both the state and the rest: {offer}")
-        num_bytes = state.num_bytes + offer.rest.num_bytes
+        num_bytes = offer.state.num_bytes + offer.rest.num_bytes
         deadline = time.monotonic() + download_limit_s(limit_s, num_bytes)
-        rest = _load(self._fetch(metadata, offer.rest, deadline))
+        rest = state_bytes.load(self._fetch_part(metadata, offer.rest, deadline))
         # Copies: each tensor is a view of the whole body, and pickling one for the other ranks of
         # the group would pickle all of it.
         rest = tree_map_only(Tensor, Tensor.clone, rest)
-        held = None if self.downloaded is None else self.downloaded.state[STATE_NAME]
-        if held != state.name:
-            # The peers have committed since the download: once more, into the same memory.
-            self.download(metadata, state, deadline)
-        rest["user"][HEAL_STATE] = self.downloaded_state
+        # If the peers have committed since the download: once more, into the same memory.
+        rest["user"][HEAL_STATE] = self.download(metadata, offer.state, deadline)
         self.downloaded = None
         log.info(
             "Took the global state of manager step %d from %s: %d bytes, sha256 %s",
             step,
             metadata,
-            state.num_bytes,
-            state.name,
+            offer.state.num_bytes,
+            offer.state.name,
         )
         return rest
 
@@ -190,19 +338,5 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """End all offers. Transfers that have begun are completed."""
         del wait
         for kind in self._donor.answers:
-            self._server.answers.pop(kind, None)
+            self.server.answers.pop(kind, None)
         self._donor.stop()
-
-
-def _load(body: memoryview) -> Any:
-    """Read the bytes that a peer's ``state_bytes.dump`` made.
-
-    Raises:
-        PeerError: They are something else.
-    """
-    try:
-        return state_bytes.load(body)
-    except state_bytes.NotAState as error:
-        raise PeerError(
-            f"a peer's state is rejected, it is more than tensors and plain containers: {error}"
-        ) from error

@@ -160,10 +160,10 @@ def install(faults: GroupFaults) -> None:
     class UnreliableManager(ReplicaManager):
         """A manager whose connections fail while a fault of the network is active."""
 
-        def start_quorum(self, *arguments: Any, **named: Any) -> None:
+        def start_quorum(self) -> None:
             if faults.begin():
                 self._close_connections()
-            super().start_quorum(*arguments, **named)
+            super().start_quorum()
 
         def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
             request = faults.current("one_way")
@@ -175,8 +175,8 @@ def install(faults: GroupFaults) -> None:
                 }
             )
 
-        def __init__(self, **arguments: Any) -> None:
-            super().__init__(**arguments)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             pg: Any = self._pg
             own_handle = pg.get_reconfigure_handle
 

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import pytest
 
-from composer_replication.replica.heal import prefetch
-from composer_replication.replica.heal.prefetch import Prefetch
+from composer_replication.replica import addresses
+from composer_replication.replica.heal import transport
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
 
@@ -13,7 +13,7 @@ from composer_replication.replica.lighthouse import LighthouseStatus, Member
 @pytest.fixture
 def transports(start_server):
     def make(*tokens, timeout=10.0, name=""):
-        return HealTransport(start_server(*tokens), timeout, name)
+        return HealTransport(start_server(*tokens), timeout, "http://localhost:1", 0, name)
 
     return make
 
@@ -35,19 +35,9 @@ def has_quorum(monkeypatch):
         named = {f"http://localhost:{number}": member for number, member in enumerate(members, 1)}
         found = tuple(Member(f"{a}:1", step, a) for a, (step, _) in named.items())
         status = LighthouseStatus(found, alive=frozenset(each.replica_id for each in found))
-        monkeypatch.setattr(prefetch, "read_status", lambda *_: status)
-        monkeypatch.setattr(prefetch, "ManagerClient", lambda a, **_: FakeManager(named[a][1]))
-        connects, managers = prefetch.can_connect, range(1, len(named) + 1)
-        monkeypatch.setattr(prefetch, "can_connect", lambda *a: a[1] in managers or connects(*a))
+        monkeypatch.setattr(transport, "read_status", lambda *_: status)
+        monkeypatch.setattr(transport, "ManagerClient", lambda a, **_: FakeManager(named[a][1]))
+        connects, managers = addresses.can_connect, range(1, len(named) + 1)
+        monkeypatch.setattr(addresses, "can_connect", lambda *a: a[1] in managers or connects(*a))
 
     return form
-
-
-@pytest.fixture
-def fetch_ahead():
-    def fetch(joiner, timeout=5.0):
-        ahead = Prefetch(joiner, lighthouse_addr="http://localhost:1", rank=0, timeout=timeout)
-        ahead.fetch()
-        return ahead
-
-    return fetch

@@ -301,7 +301,7 @@ def test_where_rounds_are_shorter_than_a_copy_an_outer_step_waits_in_the_end(gro
 @pytest.mark.slow
 @pytest.mark.parametrize("bytes_per_s", [100.0, 1e9])
 def test_the_waits_for_offer_and_name_scale_with_the_bytes(
-    group, monkeypatch, before_hash, has_quorum, fetch_ahead, bytes_per_s
+    group, monkeypatch, before_hash, has_quorum, bytes_per_s
 ):
     # The state is said to have 1000 bytes: 10 s at 100 bytes a second, else nothing to speak of.
     monkeypatch.setattr(donors, "SLOWEST_COPY_BYTES_PER_S", bytes_per_s)
@@ -310,7 +310,7 @@ def test_the_waits_for_offer_and_name_scale_with_the_bytes(
 
     def ask_ahead():
         has_quorum((donor.step, donor.transport.metadata()))
-        fetch_ahead(joiner.transport, timeout=0.5)
+        joiner.transport.fetch()
 
     def heal():
         donor.commit()

@@ -158,6 +158,15 @@ def test_a_joiner_holds_one_state_at_a_time(transports, monkeypatch, numbers):
     assert joiner.downloaded.state["fragments"][0]["theta"]["w"].sum() == numbers
 
 
+def test_a_state_of_the_name_that_is_there_is_not_downloaded_again(transports, monkeypatch):
+    donor, joiner = transports(), transports()
+    donor.send_checkpoint([1], 4, SENT, LIMIT)
+    state = joiner.ask(donor.metadata(), "offer", "4", limit_s=10).state
+    first = joiner.download(donor.metadata(), state, time.monotonic() + 10)
+    monkeypatch.setattr(PeerClient, "fetch", None)  # whoever fetches fails
+    assert joiner.download(donor.metadata(), state, time.monotonic() + 10) is first
+
+
 def test_a_peer_that_sends_something_else_than_a_state_is_named(transports):
     donor, joiner = transports(), transports()
     donor.serve(lambda: 4, ScriptedState([1, 2]))

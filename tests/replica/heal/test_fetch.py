@@ -1,9 +1,10 @@
 """Fetching the state ahead of the quorum, also among strangers.
 
-Run: pytest tests/replica/heal/test_prefetch.py.
+Run: pytest tests/replica/heal/test_fetch.py.
 
-Real: the peer servers, prefetch. The stranger is in the quorum and does not know the token. Faked
-are the lighthouse's page and torchft's managers; tests/integration/test_joins.py has the real ones.
+Real: the peer servers, the transports. The stranger is in the quorum and does not know the token.
+Faked are the lighthouse's page and torchft's managers; tests/integration/test_joins.py has the real
+ones.
 """
 
 import socket
@@ -19,7 +20,7 @@ from strange_servers import strange_server
 
 from composer_replication.diloco.torchft_api import STATE_NAME
 from composer_replication.replica.addresses import host_and_port
-from composer_replication.replica.heal import prefetch
+from composer_replication.replica.heal import transport
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.peer_client import PeerClient, PeerError, receive, send
 
@@ -40,7 +41,7 @@ def donor(transports):
 
 
 def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(
-    ends, has_quorum, donor, transports, fetch_ahead
+    ends, has_quorum, donor, transports
 ):
     honest, joiner, answers = donor(), transports(), []
 
@@ -56,42 +57,40 @@ def test_a_stranger_that_relays_a_joiner_s_questions_learns_nothing(
     address = ends.enter_context(strange_server(relay))
     # The stranger is of the highest step, so that joiners ask it first.
     has_quorum((4, honest.metadata()), (10**6, address))
-    fetch_ahead(joiner)
+    joiner.fetch()
     assert answers == [{"error": "rejected"}]
     assert joiner.downloaded is not None  # from the honest donor
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999999", "[bad:1", "", "127.0.0.1\r\nX: y:80"])
-def test_a_stranger_s_odd_address_does_not_end_a_joiner(
-    has_quorum, donor, transports, fetch_ahead, address
-):
+def test_a_stranger_s_odd_address_does_not_end_a_joiner(has_quorum, donor, transports, address):
     honest, joiner = donor(), transports()
     has_quorum((4, honest.metadata()), (10**6, address))
-    fetch_ahead(joiner)
+    joiner.fetch()
     assert joiner.downloaded is not None
 
 
 @pytest.mark.slow
 def test_a_donor_that_fails_in_the_middle_is_followed_by_the_next(
-    has_quorum, donor, transports, fetch_ahead, caplog
+    has_quorum, donor, transports, caplog
 ):
     def fail():  # it says what it has, and fails when it makes the copy
         raise HTTPException("out of memory")
 
-    failing, honest, joiner = donor(fail, 5), donor(), transports()
+    failing, honest, joiner = donor(fail, 5), donor(), transports(timeout=0.6)
     has_quorum((5, failing.metadata()), (4, honest.metadata()))
-    fetch_ahead(joiner, timeout=0.6)
+    joiner.fetch()
     assert joiner.downloaded is not None
     assert f"No global state from {failing.metadata()}: " in caplog.text
     has_quorum((5, failing.metadata()))
     message = "1 replica groups .* could not be fetched from any. The last error: "
     with pytest.raises(PeerError, match=message):
-        fetch_ahead(transports(), timeout=0.6)
+        transports(timeout=0.6).fetch()
 
 
 @pytest.mark.parametrize("error", [KeyError, HTTPException], ids=["leaves", "dies"])
 def test_a_donor_that_goes_while_it_is_asked_is_no_reason_to_fail(
-    start_server, has_quorum, transports, fetch_ahead, error
+    start_server, has_quorum, transports, error
 ):
     def go():
         if error is HTTPException:
@@ -100,10 +99,10 @@ def test_a_donor_that_goes_while_it_is_asked_is_no_reason_to_fail(
         raise error("it has gone")
 
     server, joiner = start_server(), transports()
-    going = HealTransport(server, 5.0)
+    going = HealTransport(server, 5.0, "http://localhost:1", 0, "")
     going.serve(lambda: 4, ScriptedState(go))
     has_quorum((4, going.metadata()), (0, "127.0.0.1:1"))
-    fetch_ahead(joiner)
+    joiner.fetch()
     assert joiner.downloaded is None
 
 
@@ -114,7 +113,7 @@ class Training:
     """What a donor in training does: its manager's step, and how long its state takes to come."""
 
     def __init__(self, donor):
-        self.donor, self.step, self.delay_s = donor, 4, 0.0
+        self.donor, self.step, self.delay_s, self.num_fetched = donor, 4, 0.0, 0
         self.commits = self.is_syncing = False
         self.state = ScriptedState(lambda: STATE | {"outer_step": self.step})
         donor.serve(lambda: self.step, self.state, lambda: self.is_syncing)
@@ -133,25 +132,24 @@ def training(transports, has_quorum, monkeypatch):
 
     def slow(*arguments, **more):
         time.sleep(training.delay_s)
+        training.num_fetched += 1
         if training.commits:
             training.commit()
         return fetch(*arguments, **more)
 
     monkeypatch.setattr(PeerClient, "fetch", slow)
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 0.0)
+    monkeypatch.setattr(transport, "WAIT_FOR_COMMIT", 0.0)
     return training
 
 
-def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(
-    transports, training, fetch_ahead
-):
+def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(transports, training):
     joiner = transports()
-    ahead = fetch_ahead(joiner)
-    first = ahead.newest()
-    assert first["outer_step"] == 4 and ahead.newest() is first
+    joiner.fetch()
+    first = joiner.newest()
+    assert first["outer_step"] == 4 and joiner.newest() is first
     training.commit()
-    second = ahead.newest()
-    assert second["outer_step"] == 5 and ahead.newest() is second
+    second = joiner.newest()
+    assert second["outer_step"] == 5 and joiner.newest() is second
     sent = {"user": {"diloco": STATE | {"outer_step": 5}}, "torchft": {"step": 5}}
     training.donor.send_checkpoint([1], 5, sent, timedelta(seconds=10))
     received = joiner.recv_checkpoint(0, training.donor.metadata(), 5, timedelta(seconds=10))
@@ -159,52 +157,70 @@ def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(
     assert healed is second and healed[STATE_NAME] != first[STATE_NAME]
 
 
-def test_a_state_whose_donor_has_left_is_still_one_to_prepare(
-    transports, training, has_quorum, fetch_ahead
-):
-    ahead = fetch_ahead(transports())
-    first = ahead.newest()
+def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, training, has_quorum):
+    joiner = transports()
+    joiner.fetch()
+    first = joiner.newest()
     has_quorum()
     training.donor.shutdown()
-    assert ahead.newest() is first
-    assert fetch_ahead(transports()).newest() is None
+    assert joiner.newest() is first
+    late = transports()
+    late.fetch()
+    assert late.newest() is None
+
+
+@pytest.mark.parametrize("donor", ["in a sync", "gone"])
+def test_the_same_state_is_not_downloaded_twice(transports, training, has_quorum, donor):
+    joiner, other = transports(), transports()
+    joiner.fetch()
+    first = joiner.newest()
+    if donor == "in a sync":  # and it does not commit
+        training.is_syncing = True
+    else:
+        other.serve(lambda: training.step, training.state)
+        has_quorum((4, other.metadata()))
+        training.donor.shutdown()
+    assert joiner.newest() is first
+    assert training.num_fetched == training.state.num_taken == 1
 
 
 @pytest.mark.slow
 def test_a_joiner_does_not_keep_a_state_that_a_sync_is_about_to_change(
-    transports, training, fetch_ahead, monkeypatch
+    transports, training, monkeypatch
 ):
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 1e6)  # times a download of a moment
-    ahead = fetch_ahead(transports())
+    monkeypatch.setattr(transport, "WAIT_FOR_COMMIT", 1e6)  # times a download of a moment
+    joiner = transports()
+    joiner.fetch()
     training.is_syncing = True
     threading.Timer(1.0, training.commit).start()
-    assert ahead.newest()["outer_step"] == 5
+    assert joiner.newest()["outer_step"] == 5
 
 
 @pytest.mark.slow
 def test_a_joiner_that_is_too_slow_for_the_others_rounds_leaves_the_rest_to_the_quorum(
-    transports, training, fetch_ahead, monkeypatch
+    transports, training, monkeypatch
 ):
-    monkeypatch.setattr(prefetch, "WAIT_FOR_COMMIT", 1e6)
-    ahead = fetch_ahead(transports())
+    monkeypatch.setattr(transport, "WAIT_FOR_COMMIT", 1e6)
+    joiner = transports()
+    joiner.fetch()
     training.commit()
     threading.Timer(0.5, training.commit).start()
-    found = ahead.newest()
+    found = joiner.newest()
     assert found["outer_step"] == 6
     training.commit()  # while it prepares what it has fetched right after a commit
-    assert ahead.newest() is found
+    assert joiner.newest() is found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_slow_joiner_leaves_with_the_figures_if_it_would_hold_up_the_others(
-    transports, training, fetch_ahead, commits
+    transports, training, commits
 ):
     training.delay_s, training.commits = 0.6, commits
-    joiner = transports()
+    joiner = transports(timeout=2.0)
     if not commits:  # the others sync more slowly still
-        fetch_ahead(joiner, timeout=2.0)
+        joiner.fetch()
         assert joiner.downloaded
         return
     with pytest.raises(PeerError, match=r"takes \d\.\d s .* this group leaves. Use a faster link"):
-        fetch_ahead(joiner, timeout=2.0)
+        joiner.fetch()
