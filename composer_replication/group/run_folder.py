@@ -15,10 +15,10 @@ from typing import Any
 
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import (
+    JsonLineReader,
     JsonLineWriter,
     hold_lock,
     read_json,
-    read_last_line,
     replace_json,
 )
 
@@ -141,7 +141,11 @@ def last_event(path: Path, *kinds: str) -> dict[str, Any]:
     Raises:
         OSError: The file cannot be read.
     """
-    return read_last_line(path, lambda line: line.get("event") in kinds)
+    last: dict[str, Any] = {}
+    for line in JsonLineReader(path).read():
+        if line.get("event") in kinds:
+            last = line
+    return last
 
 
 def last_outer_step(run_dir: str | Path | None) -> int:
