@@ -77,6 +77,7 @@ class ReplicaGroup:
     def __init__(self, host: Host, named: GroupKeywords, callback: str) -> None:
         check_names(named, GroupKeywords, callback)
         self.host = host
+        host.group = self
         self.settings = DiLoCoSettings(**among(named, SettingKeywords))
         self.options = ReplicaOptions(**among(named, OptionKeywords)).with_environment()
         self._named = named  # a coordinator's settings are compared with what the user has named
@@ -414,12 +415,13 @@ class ReplicaGroup:
         self._keep()
         self._drop()
         self._reporter.folder.write_end(self.result)
-        steps = self.result["outer_steps"]
-        digest = self.result["global_digest"][:8]
-        failure = self.result["failure"]
-        if failure:
-            log.error("%s", failure)
-        log.info("Ended after %d outer steps: global parameters %s", steps, digest)
+        if self.result["failure"]:
+            log.error("%s", self.result["failure"])
+        log.info(
+            "Ended after %d outer steps: global parameters %.8s",
+            self.result["outer_steps"],
+            self.result["global_digest"],
+        )
 
     def _keep(self) -> None:
         """Keep what the fit has left, for the next one."""
@@ -454,8 +456,7 @@ class ReplicaGroup:
 
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
-        if error is not None:
-            self._reporter.folder.write_error(error)
+        self._reporter.folder.write_error(error)
         self.leave()
         release(self)
         log.warning(
@@ -474,8 +475,7 @@ class ReplicaGroup:
         Args:
             error: The error that ends the training; None if there is none.
         """
-        if error is not None:
-            self._reporter.folder.write_error(error)
+        self._reporter.folder.write_error(error)
         self._drop()
         release(self)
         if self.weights is not None:
