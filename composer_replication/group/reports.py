@@ -127,27 +127,22 @@ class Reporter:
                 self.folder.replica_id,
                 plural(world_size(), "rank"),
             )
-        if not is_resumed:
-            return
+        if is_resumed:
+            self._report_resume(diloco.outer_step)
+
+    def _report_resume(self, outer_step: int) -> None:
         batch = self._host.steps
-        outer_step = diloco.outer_step
-        batches = max(0, self._before.get("batch", 0) - batch)
-        outer_steps = max(0, self._before.get("outer_step", 0) - outer_step)
-        self.folder.append(
-            RESUME,
-            {
-                "batch": batch,
-                "outer_step": outer_step,
-                "batches_again": batches,
-                "outer_steps_again": outer_steps,
-            },
-        )
+        resume = {
+            "batch": batch,
+            "outer_step": outer_step,
+            "batches_again": max(0, self._before.get("batch", 0) - batch),
+            "outer_steps_again": max(0, self._before.get("outer_step", 0) - outer_step),
+        }
+        self.folder.append(RESUME, resume)
         log.info(
-            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
-            batch,
-            outer_step,
-            batches,
-            outer_steps,
+            "Resumed at batch %(batch)d, outer step %(outer_step)d; %(batches_again)d batches and "
+            "%(outer_steps_again)d outer steps are repeated",
+            resume,
         )
 
     # ---- it syncs ---------------------------------------------------------------------------
@@ -171,16 +166,21 @@ class Reporter:
             self.fruitless = 0 if report.total_contribution else self.fruitless + 1
             metrics = numbers_of(report)
             metrics["diloco/round"] = report.outer_step / self._settings.fragment_count
-            self._host.log_metrics({**metrics})
-            self._last_sync["metrics"] = {**metrics}
+            self._host.log_metrics(metrics)
+            self._last_sync["metrics"] = metrics
+            event = metrics | {
+                "batch": self._host.steps,
+                "inner_steps": report.inner_steps,
+                "loss": loss,
+                "ranks": world_size(),
+            }
             if report.global_digest is not None:
                 self._last_sync["digest_step"] = report.outer_step
                 self._last_sync["global_digest"] = report.global_digest
-                metrics["diloco/global_digest"] = report.global_digest
+                event["diloco/global_digest"] = report.global_digest
             if report.equal_samples:
                 self.warn(on_same_samples(report.equal_samples, self._host.data_fix))
-            place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}
-            self.folder.append(SYNC, metrics | place | {"ranks": world_size()})
+            self.folder.append(SYNC, event)
             fragment = f", fragment {report.fragment}" if self._settings.fragment_count > 1 else ""
             log.info(
                 "outer step %d%s: %d replica groups, loss %s, blocked %.2f s%s",
