@@ -573,12 +573,15 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
-    is_counted = mine.get("weight_by") in COUNTED
-    fixed = FIXED if mine["model"] == saved["model"] else (*FIXED_WITH_BUFFERS, "model")
-    check_fixed(mine, saved, (*fixed, *(["weight_by"] if is_counted else [])))
-    name = "outer_optimizer"
-    if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
-        compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
+    fixed = [*FIXED]
+    if mine["model"] != saved["model"]:
+        fixed += ["sync_buffers", "model"]
+    if mine.get("weight_by") in COUNTED:
+        fixed.append("weight_by")
+    kinds = {each["outer_optimizer"].partition("(")[0] for each in (mine, saved)}
+    if len(kinds) > 1:
+        fixed.append("outer_optimizer")
+    check_fixed(mine, saved, fixed)
     return [
         f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now" for key in differing(mine, saved)
     ]
