@@ -68,6 +68,7 @@ class CheckpointLayout:
         has_averages: Whether the saved model may hold other weights than the global ones.
 
     Attributes:
+        fragments: The same.
         live: The model's parameters and buffers, by name.
     """
 
@@ -78,7 +79,7 @@ class CheckpointLayout:
         is_sharded: bool,
         has_averages: bool,
     ) -> None:
-        self._fragments = [list(fragment) for fragment in fragments]
+        self.fragments = fragments
         self._settings = settings
         self._is_sharded = is_sharded
         # Also while it is 0, as in a row of a schedule: keys may depend on the settings alone.
@@ -112,7 +113,7 @@ class CheckpointLayout:
             "format": FORMAT,
             "outer_optimizers": [each["param_groups"] for each in optimizers],
             "has_momentum": [bool(each["state"]) for each in optimizers],
-            "first_names": [names[0] for names in self._fragments],
+            "first_names": [next(iter(fragment)) for fragment in self.fragments],
             "checksums": checksums(self.live, in_model),
         }
         return self._saved(
@@ -204,7 +205,7 @@ class CheckpointLayout:
                 theta[name] = held_tensor(live).to(torch.float32, copy=True)
         momentum = self._load_all(saved.get("momentum", {}))
         fragments = []
-        for index, names in enumerate(self._fragments):
+        for index, names in enumerate(self.fragments):
             has_momentum = progress["has_momentum"][index]
             state = _momentum_state(names, momentum if has_momentum else {})
             groups = progress["outer_optimizers"][index]
@@ -228,11 +229,12 @@ class CheckpointLayout:
             where = "only in the model" if odd in live else "not in the model"
             raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
         # If the model was cut elsewhere, the checkpoint's counts belong to other fragments.
-        pairs = zip(progress["first_names"], self._fragments, strict=True)
-        for index, (first, names) in enumerate(pairs):
-            if first != names[0]:
+        pairs = zip(progress["first_names"], self.fragments, strict=True)
+        for index, (first, fragment) in enumerate(pairs):
+            own = next(iter(fragment))
+            if first != own:
                 raise BadStateError(
-                    f"its fragment {index} begins with {first}, and with {names[0]} here: the "
+                    f"its fragment {index} begins with {first}, and with {own} here: the "
                     "model's blocks have changed. Continue with the model's code, and the version "
                     "of composer-replication, that wrote it"
                 )
@@ -312,7 +314,7 @@ def _momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
     return momentum
 
 
-def _momentum_state(names: Sequence[str], momentum: Mapping[str, Tensor]) -> dict[int, Any]:
+def _momentum_state(names: Iterable[str], momentum: Mapping[str, Tensor]) -> dict[int, Any]:
     """The state of an outer optimizer that has these buffers of these parameters."""
     state = {}
     for position, name in enumerate(names):

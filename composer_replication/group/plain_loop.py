@@ -155,11 +155,7 @@ class DiLoCo(algorithm.DiLoCo):
         with rejections(own):
             if not is_resumed and self._start_refusal is None:
                 self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
-            try:
-                super().__enter__()
-            except (RuntimeError, OSError) as error:
-                folder.write_error(error)
-                raise
+            super().__enter__()
         reporter.joined(self, self._outer.manager, is_resumed)
         self._report("training")
         return self

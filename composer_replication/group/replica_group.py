@@ -20,7 +20,6 @@ from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.torchft_api import as_diloco_manager
 from composer_replication.group.call_watch import when_over
 from composer_replication.group.checkpoint import theta_of
@@ -152,49 +151,51 @@ class ReplicaGroup:
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
         try:
-            check_optimizer(self.host.optimizer)
-            ask_on_rank_0(self.hold_folders)
-            self._joined.callback(self.host.averages.leave)
-            self.continuation.begin(self.settings)
-            run_dir = None if rank() else self.options.run_dir
-            folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-            reporter = Reporter(folder, self.settings, self.host)
-            self._reporter = reporter
-            reporter.settings("" if self._run is None else self._run.settings_source)
+            self._prepare()
             diloco = self._connect(manager)
             self.diloco = diloco
             diloco.counts_steps = False
-            reading = self.continuation.restore(diloco)
-            if self.data is not None and reading:
-                self.data.load_state_dict(reading)
-            if self.weights is not None:
-                self.weights.remove()
-            self.weights = GlobalWeights(
-                self.host.model,
-                diloco.global_parameters(),
-                lambda: self.host.averages.are_saved,
-            )
-            reporter.position("joining", diloco)
+            self._restore(diloco)
+            self._reporter.position("joining", diloco)
             self._joined.enter_context(diloco)
             self._follow_donor()
-            reporter.joined(diloco, self.manager, self.continuation.is_resumed)
+            self._reporter.joined(diloco, self.manager, self.continuation.is_resumed)
             if self.data is not None:
                 self.data.start()
             self._report("training")
-        except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, ValueError):
-                self._reporter.folder.write_error(error)  # a ValueError is a rejection
+        except BaseException:
             self._drop()  # the others wait for this group as long as it sends heartbeats
             raise
+
+    def _prepare(self) -> None:
+        """Check what this group brings along, before it contacts any other."""
+        check_optimizer(self.host.optimizer)
+        ask_on_rank_0(self.hold_folders)
+        self._joined.callback(self.host.averages.leave)
+        self.continuation.begin(self.settings)
+        run_dir = None if rank() else self.options.run_dir
+        folder = ReplicaFolder(run_dir, replica_id_of(self.options))
+        self._reporter = Reporter(folder, self.settings, self.host)
+        self._reporter.settings("" if self._run is None else self._run.settings_source)
+
+    def _restore(self, diloco: DiLoCo) -> None:
+        """Continue where a checkpoint or the fit before ended."""
+        reading = self.continuation.restore(diloco)
+        if self.data is not None and reading:
+            self.data.load_state_dict(reading)
+        if self.weights is not None:
+            self.weights.remove()
+        theta = diloco.global_parameters()
+        averages = self.host.averages
+        self.weights = GlobalWeights(self.host.model, theta, lambda: averages.are_saved)
 
     def _connect(self, manager: Any) -> DiLoCo:
         host = self.host
         options = self.options
-        also_synced = self.continuation.also_synced
         known_step = 0 if self._run is None else self._run.outer_step
         refusal = self.continuation.start_refusal(options.run_dir, known_step)
         if self._run is not None:
-            synced = synced_tensors(host.model, self.settings, also_synced)
+            synced = self.continuation.layout.fragments
             self._membership = Membership(options, self._run, synced, world_size())
             self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
@@ -218,7 +219,7 @@ class ReplicaGroup:
             options=options,
             start_refusal=refusal,
             ranks=dist.group.WORLD if world_size() > 1 else None,
-            also_synced=also_synced,
+            also_synced=self.continuation.also_synced,
         )
         self.data = group_data_of(
             host.loader, options, diloco, self._membership, self.sync_idle, host.epochs

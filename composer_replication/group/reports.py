@@ -298,8 +298,6 @@ class Reporter:
 
     def _is_warm_up(self, outer_step: int) -> bool:
         """Whether the schedule makes the rounds longer later."""
-        if not self._settings.schedule:
-            return False
         now = self._settings.sync_every_at(outer_step)
         return now < self._settings.sync_every_at(sys.maxsize)
 
@@ -312,9 +310,10 @@ class Reporter:
 
 @contextmanager
 def rejections(options: ReplicaOptions) -> Iterator[None]:
-    """A context in which a ``ValueError`` rejects the group's input: it would come again.
+    """A context whose error is written into the run's folder, before the group joins.
 
-    The run's folder then says so, since a script's exit status does not.
+    A ``ValueError`` rejects the group's input: it would come again. A script's exit status does not
+    say so.
 
     Args:
         options: This group's.
@@ -323,10 +322,14 @@ def rejections(options: ReplicaOptions) -> Iterator[None]:
         yield
     except DuplicateIdError:
         raise  # the name may be free the next time
-    except ValueError as error:
-        with fence("in the run's folder why this group is rejected"):
+    except Exception as error:
+        with fence("in the run's folder why this group ends"):
             if options.replica_id is not None and not rank():
-                ReplicaFolder(options.run_dir, options.replica_id).write_rejection(error)
+                folder = ReplicaFolder(options.run_dir, options.replica_id)
+                if isinstance(error, ValueError):
+                    folder.write_rejection(error)
+                else:
+                    folder.write_error(error)
         raise
 
 
