@@ -65,12 +65,11 @@ def shows(keywords: type) -> Callable[[Function], Function]:
     def add(function: Function) -> Function:
         own = inspect.signature(function)
         kept = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        defaults = defaults_of(keywords)
         more = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
+                default=kind.__metadata__[0],
                 annotation=getattr(kind.__origin__, "__forward_arg__", kind.__origin__),
             )
             for name, kind in keywords.__annotations__.items()

@@ -194,9 +194,6 @@ class TrainerJob(Host):
             if name in saved:
                 tensor.copy_(saved[name])
 
-    def mean_loss(self) -> float | None:
-        return self.losses.pop_mean()
-
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         control = self.trainer.control
         wants_own = control.should_log  # on_log resets it, and the Trainer has yet to log this step

@@ -119,9 +119,6 @@ class LightningJob(Host):
 
     # ---- what it shows ----------------------------------------------------------------------
 
-    def mean_loss(self) -> float | None:
-        return self.losses.pop_mean()
-
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         step = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # as for its own metrics
         for logger in self.trainer.loggers:
