@@ -228,14 +228,13 @@ class History(Course):
     @property
     def open_errors(self) -> list[Error]:
         """The errors since it has joined or synced last: after others it has trained on."""
-        synced_at = self.newest.get("time", 0.0)
-        since = max(self.continued_at, self.joined_at, synced_at)
+        since = max(self.continued_at, self.joined_at, self.newest.get("time", 0.0))
         return [error for error in self.errors if error.time >= since]
 
     @property
     def joined_at(self) -> float:
         """When it joined last; 0 if it never has."""
-        return max((start.get("time", 0.0) for start in self.starts), default=0.0)
+        return self.start.get("time", 0.0)
 
     @property
     def num_starts(self) -> int:
