@@ -206,10 +206,12 @@ class CheckpointLayout:
         momentum = self._load_all(saved.get("momentum", {}))
         fragments = []
         for index, names in enumerate(self.fragments):
-            has_momentum = progress["has_momentum"][index]
-            state = _momentum_state(names, momentum if has_momentum else {})
-            groups = progress["outer_optimizers"][index]
-            optimizer = {"state": state, "param_groups": groups}
+            buffers: dict[int, Any] = {}
+            if progress["has_momentum"][index]:
+                for position, name in enumerate(names):
+                    if name in momentum:
+                        buffers[position] = {"momentum_buffer": momentum[name]}
+            optimizer = {"state": buffers, "param_groups": progress["outer_optimizers"][index]}
             own = {name: theta[name] for name in names}
             fragments.append({"theta": own, "optimizer": optimizer})
         state = {key: progress[key] for key in _PLAIN} | {
@@ -314,15 +316,6 @@ def _momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
     return momentum
 
 
-def _momentum_state(names: Iterable[str], momentum: Mapping[str, Tensor]) -> dict[int, Any]:
-    """The state of an outer optimizer that has these buffers of these parameters."""
-    state = {}
-    for position, name in enumerate(names):
-        if name in momentum:
-            state[position] = {"momentum_buffer": momentum[name]}
-    return state
-
-
 def theta_of(fragments: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     """The global tensors by name of the fragments in ``DiLoCo.state_dict()``."""
     theta: dict[str, Tensor] = {}
@@ -386,7 +379,5 @@ def _adds_its_part(tensor: Tensor) -> bool:
         return torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank of the group is in the mesh of its model"
-    for placement, rank in zip(tensor.placements, coordinate, strict=True):
-        if placement.is_replicate() and rank:
-            return False
-    return True
+    pairs = zip(tensor.placements, coordinate, strict=True)
+    return not any(placement.is_replicate() and rank for placement, rank in pairs)
