@@ -360,13 +360,15 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         now: The same of the later quorum.
     """
     names_of = {
-        "left": [name for name in before if name not in now],
-        "joined": [name for name in now if name not in before],
-        "been started again": [name for name in now if before.get(name, now[name]) != now[name]],
+        "left": before.keys() - now.keys(),
+        "joined": now.keys() - before.keys(),
+        "been started again": {
+            name for name, life in now.items() if before.get(name, life) != life
+        },
     }
     news = []
     for what, names in names_of.items():
         if names:
             have = "has" if len(names) == 1 else "have"
-            news.append(f"{listed_groups(names)} {have} {what}")
+            news.append(f"{listed_groups(sorted(names))} {have} {what}")
     return ", ".join(news)
