@@ -109,7 +109,7 @@ class Continuation:
                 than it left.
         """
         known = {} if self.ended is None else theta_of(self.ended["fragments"])
-        self.also_synced = self.loaded.get("local", known)
+        self.also_synced = set(self.loaded.get("local", known))
         self.layout = self.layout_of(settings, self.also_synced)
         self._resumed = self._read()
         self.loaded = {}
