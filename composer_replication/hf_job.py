@@ -201,8 +201,16 @@ class TrainerJob(Host):
         Trainer.log(self.trainer, dict(metrics))
         control.should_log = wants_own
 
+    @property
+    def shows_position(self) -> bool:
+        return any(isinstance(each, ProgressCallback) for each in self._callbacks)
+
+    @property
+    def _callbacks(self) -> list[Any]:
+        return self.trainer.callback_handler.callbacks
+
     def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
-        for callback in self.trainer.callback_handler.callbacks:
+        for callback in self._callbacks:
             if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
                 callback.training_bar.set_description_str(position, refresh=False)
 

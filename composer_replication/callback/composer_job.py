@@ -169,6 +169,10 @@ class ComposerJob(Host):
             with fence(f"the metrics of a sync in {type(destination).__name__}"):
                 destination.log_metrics(dict(metrics), self.steps)
 
+    @property
+    def shows_position(self) -> bool:
+        return any(isinstance(each, ProgressBarLogger) for each in self.logger.destinations)
+
     def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
         for destination in self.logger.destinations:
             if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:

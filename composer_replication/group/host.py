@@ -155,11 +155,14 @@ class Host:
         """
         return None if self.losses is None else self.losses.pop_mean()
 
+    shows_position = False
+    """Whether the trainer has a progress bar, for ``show_position`` after each step."""
+
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a sync. It must not raise."""
 
     def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
-        """Show the position in the run, on a progress bar if there is one.
+        """Show the position in the run.
 
         Args:
             position: In words.

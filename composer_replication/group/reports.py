@@ -39,7 +39,8 @@ from composer_replication.util.fence import fence
 log = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 0.1
-"""How often a group reports its position between syncs, in seconds."""
+"""How often a group reports its position between syncs, in seconds. A progress bar, which shows
+each step, has it at each step."""
 
 
 class Reporter:
@@ -242,7 +243,7 @@ class Reporter:
     def is_due(self, phase: str) -> bool:
         """Whether to report the position in training again: no more often than it can be seen."""
         now = time.monotonic()
-        if phase == self._phase and now < self._due:
+        if phase == self._phase and now < self._due and not self._host.shows_position:
             return False
         self._phase = phase
         self._due = now + REPORT_EVERY_S

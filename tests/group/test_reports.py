@@ -26,6 +26,7 @@ class Trainer(Host):
     """Does not know its last step."""
 
     steps = 0
+    shows_position = False
 
     def last_step(self, *, is_bound=False):
         return None
@@ -64,12 +65,17 @@ def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
     assert report("evaluating", began_at + 20, 1.0)["max_batches"] == ends_at
 
 
-def test_between_syncs_it_is_reported_ten_times_a_second(monkeypatch):
+def test_between_syncs_it_is_reported_ten_times_a_second_and_to_a_progress_bar_at_each_step(
+    monkeypatch,
+):
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr(reports, "time", clock)
-    log = Reporter(Folder(None, 0), DiLoCoSettings(sync_every=5), Trainer())
+    trainer = Trainer()
+    log = Reporter(Folder(None, 0), DiLoCoSettings(sync_every=5), trainer)
     phases = ["joining", "training", "training", "evaluating", "training"]
     assert [log.is_due(phase) for phase in phases] == [True, True, False, True, True]
     clock.now += 0.11
     assert log.is_due("training") and not log.is_due("training")
+    trainer.shows_position = True
+    assert log.is_due("training") and log.is_due("training")
