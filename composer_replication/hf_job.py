@@ -142,10 +142,11 @@ class TrainerJob(Host):
         """
         trainer = self.trainer
         self.losses = Losses()
-        for name, watched in self._watched.items():
-            own = getattr(trainer, name)
-            if getattr(own, "func", None) != watched:  # it is, from the second training on
-                setattr(trainer, name, partial(watched, own))
+        watched = {"training_step": self._training_step, "compute_loss": self._compute_loss}
+        for name, ours in watched.items():
+            its = getattr(trainer, name)
+            if getattr(its, "func", None) != ours:  # it is, from the second training on
+                setattr(trainer, name, partial(ours, its))
         trained: set[int] = set()
         for group in self.optimizer.param_groups:
             trained.update(map(id, group["params"]))
@@ -154,10 +155,6 @@ class TrainerJob(Host):
         for name, module in _modules_of(trainer):
             if not trained.isdisjoint(map(id, module.parameters())):
                 self.beside[name] = module
-
-    @property
-    def _watched(self) -> dict[str, Callable[..., Any]]:
-        return {"training_step": self._training_step, "compute_loss": self._compute_loss}
 
     def _training_step(self, step: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
         """The Trainer's own, and its loss is added up."""
