@@ -15,10 +15,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -65,12 +65,11 @@ def shows(keywords: type) -> Callable[[Function], Function]:
     def add(function: Function) -> Function:
         own = inspect.signature(function)
         kept = [each for each in own.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        defaults = defaults_of(keywords)
         more = [
             inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
+                default=kind.__metadata__[0],
                 annotation=getattr(kind.__origin__, "__forward_arg__", kind.__origin__),
             )
             for name, kind in keywords.__annotations__.items()
@@ -95,18 +94,17 @@ def shows(keywords: type) -> Callable[[Function], Function]:
 @functools.cache
 def descriptions_of(keywords: type) -> dict[str, str]:
     """The text under each keyword of a TypedDict; empty where the source is not installed."""
-    module = sys.modules[keywords.__module__]
     try:
-        source = inspect.getsource(module)
+        source = inspect.getsource(keywords)
     except (OSError, TypeError):
         return {}
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    statement = classes[keywords.__name__]
+    statement = ast.parse(source).body[0]
+    assert isinstance(statement, ast.ClassDef), "it is the source of a class"
     found: dict[str, str] = {}
     for base in statement.bases:  # a TypedDict forgets its bases
         assert isinstance(base, ast.Name), "a TypedDict's base is a name"
         if base.id != "TypedDict":
-            found |= descriptions_of(getattr(module, base.id))
+            found |= descriptions_of(getattr(sys.modules[keywords.__module__], base.id))
     for one, other in pairwise(statement.body):
         match one, other:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
@@ -143,6 +141,9 @@ def check_types(values: Any) -> None:
             raise ValueError(f"{field.name}={value!r}: use true or false")
         if field.type == str | None and not isinstance(value, str | os.PathLike | None):
             raise ValueError(f"{field.name}={value!r}: use a text in quotes")
+        if get_origin(field.type) is Literal and value not in get_args(field.type):
+            choices = " or ".join(filter(None, get_args(field.type)))
+            raise ValueError(f"{field.name}={value!r}: use {choices}")
 
 
 def check_integer(name: str, value: object, *, at_least: int) -> None:
@@ -198,13 +199,3 @@ def check_seconds(name: str, value: object, alternative: str = "") -> None:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         bounds = "a number of seconds above 0" + (f", or {alternative}" if alternative else "")
         raise ValueError(f"{name}={value!r}: use {bounds}")
-
-
-def check_choice(name: str, value: str | None, choices: Sequence[str | None]) -> None:
-    """Reject a value that is none of the choices.
-
-    Raises:
-        ValueError: The value is none of them.
-    """
-    if value not in choices:
-        raise ValueError(f"{name}={value!r}: use {' or '.join(filter(None, choices))}")

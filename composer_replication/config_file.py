@@ -6,7 +6,6 @@ It imports neither torch nor Composer, so that what is wrong in a file is said a
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,10 +92,10 @@ def save_config(config: Mapping[str, Any], path: Path) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with naming(path), open(number, "w") as file:
-        os.fchmod(number, 0o600)  # os.open does not change the mode of an existing file
-        OmegaConf.save(OmegaConf.create(config), file)  # pyright: ignore
+    path.touch(0o600)
+    path.chmod(0o600)  # it may exist
+    with naming(path):
+        OmegaConf.save(OmegaConf.create(config), path)  # pyright: ignore
 
 
 def with_values(config: Mapping[str, Any], **values: Any) -> DictConfig:
@@ -108,18 +107,21 @@ def with_values(config: Mapping[str, Any], **values: Any) -> DictConfig:
 
 def diloco_section(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings and options in ``callbacks.diloco``, with ``${...}`` resolved."""
-    section = OmegaConf.select(OmegaConf.create(config), SECTION)  # pyright: ignore
-    values: Any = OmegaConf.to_container(section, resolve=True) if section else {}
-    return {name: value for name, value in values.items() if name != TARGET}
+    section = _resolved(config, SECTION)
+    return {name: value for name, value in section.items() if name != TARGET}
 
 
 def model_section(config: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``model``, to compare with other groups; empty if only the job can read it."""
     try:
-        model = OmegaConf.select(OmegaConf.create(config), "model")  # pyright: ignore
-        values: Any = OmegaConf.to_container(model, resolve=True) if model else {}
+        return _resolved(config, "model")
     except OmegaConfBaseException:  # the job's own resolvers
         return {}
+
+
+def _resolved(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = OmegaConf.select(OmegaConf.create(config), name)  # pyright: ignore
+    values: Any = OmegaConf.to_container(section, resolve=True) if section else {}
     return values
 
 

@@ -65,7 +65,6 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         """
         self._job = TrainerJob()
         self._group = ReplicaGroup(self._job, named, "DiLoCoTrainerCallback")
-        self._job.group = self._group
         self._manager = manager
         self._evaluations_left = 0
         self._is_terminated = False
@@ -176,7 +175,11 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         the group would have nothing whole left.
         """
         trainer = self._job.trainer
-        self._show_for_checkpoint()
+        # Of the ranks of DDP the first alone asks for a checkpoint's tensors, which are gathered
+        # unless all ranks show them. The next step, or the end, puts the local ones back.
+        weights = self._group.weights
+        if self.diloco is not None and weights is not None:
+            weights.show()
         saved = self._group.state_dict()  # on every rank: it may gather
         if saved:
             saved = {**saved, "beside": self._job.saved_beside()}
@@ -216,13 +219,5 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
 
     def _show_for_evaluation(self) -> None:
         datasets = self._job.trainer.eval_dataset
-        self._evaluations_left = 1
-        if isinstance(datasets, dict):
-            self._evaluations_left = len(datasets)
+        self._evaluations_left = len(datasets) if isinstance(datasets, dict) else 1
         self._group.show_global()
-
-    def _show_for_checkpoint(self) -> None:
-        # Of the ranks of DDP the first alone asks for a checkpoint's tensors, which are gathered
-        # unless all ranks show them. The next step, or the end, puts the local ones back.
-        if self.diloco is not None and self._group.weights is not None:
-            self._group.weights.show()

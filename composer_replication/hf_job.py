@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from glob import escape
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from composer_replication.group.checkpoint_files import (
     set_aside,
     whole_of,
 )
-from composer_replication.group.host import Host
+from composer_replication.group.host import Host, continue_schedule
 from composer_replication.group.losses import Losses
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.replica.ranks import broadcast, gather, rank
@@ -116,11 +115,11 @@ class TrainerJob(Host):
         elif named is not None:
             return wanted  # no folder of the Trainer's, which knows what to say of it
         whole, torn = whole_of(found, _problem_on_any_rank)
-        if whole is None:  # one that lacks only DiLoCo's part can be loaded, and is refused there
-            without_state = [path for path, problem in torn.items() if problem == NO_STATE]
-            whole = next(iter(without_state), None)
-            newer = takewhile(lambda path: path != whole, torn)
-            torn = {path: torn[path] for path in newer}
+        # One that lacks only DiLoCo's part can be loaded, and is refused there.
+        without_state = [path for path, problem in torn.items() if problem == NO_STATE]
+        if whole is None and without_state:
+            whole = without_state[0]
+            torn = {path: torn[path] for path in found[: found.index(whole)]}
         if torn:
             is_own = bool(self.saves_to) and pattern == self.checkpoints  # and so it is locked
             said = set_aside(torn, whole, renames=is_own and self.trainer.args.should_save)
@@ -142,13 +141,12 @@ class TrainerJob(Host):
         and have no NaN.
         """
         trainer = self.trainer
-        step = trainer.training_step
-        compute_loss = trainer.compute_loss
         self.losses = Losses()
-        if getattr(step, "func", None) != self._training_step:
-            trainer.training_step = partial(self._training_step, step)
-        if getattr(compute_loss, "func", None) != self._compute_loss:
-            trainer.compute_loss = partial(self._compute_loss, compute_loss)
+        watched = {"training_step": self._training_step, "compute_loss": self._compute_loss}
+        for name, ours in watched.items():
+            its = getattr(trainer, name)
+            if getattr(its, "func", None) != ours:  # it is, from the second training on
+                setattr(trainer, name, partial(ours, its))
         trained: set[int] = set()
         for group in self.optimizer.param_groups:
             trained.update(map(id, group["params"]))
@@ -193,9 +191,6 @@ class TrainerJob(Host):
             if name in saved:
                 tensor.copy_(saved[name])
 
-    def mean_loss(self) -> float | None:
-        return self.losses.pop_mean()
-
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         control = self.trainer.control
         wants_own = control.should_log  # on_log resets it, and the Trainer has yet to log this step
@@ -229,16 +224,9 @@ class TrainerJob(Host):
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         scheduler = self.trainer.lr_scheduler
-        scheduler.load_state_dict(saved["schedule"])
-        if saved["is_in_step"]:
-            # The donor took the step before it; torch warns if a scheduler steps before the
-            # optimizer.
-            self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-            if "metrics" not in inspect.signature(scheduler.step).parameters:
-                scheduler.step()  # the others wait for the metric of an evaluation
-        groups = self.optimizer.param_groups
-        for group, rate in zip(groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
+        by_step = "metrics" not in inspect.signature(scheduler.step).parameters  # of an evaluation
+        is_behind = saved["is_in_step"] and by_step
+        continue_schedule(scheduler, self.optimizer, saved["schedule"], is_behind=is_behind)
         self.trainer.state.global_step = saved["steps"]
 
 

@@ -22,7 +22,7 @@ except ModuleNotFoundError as error:
 
 from composer_replication.arguments import shows
 from composer_replication.data.sample_stream import replica_shard
-from composer_replication.group.host import GroupKeywords, Host
+from composer_replication.group.host import GroupKeywords, Host, continue_schedule
 from composer_replication.group.losses import Losses
 from composer_replication.group.replica_group import ReplicaGroup, ShowsGroup
 from composer_replication.group.reports import rejections
@@ -119,9 +119,6 @@ class LightningJob(Host):
 
     # ---- what it shows ----------------------------------------------------------------------
 
-    def mean_loss(self) -> float | None:
-        return self.losses.pop_mean()
-
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         step = self.trainer.fit_loop.epoch_loop._batches_that_stepped  # as for its own metrics
         for logger in self.trainer.loggers:
@@ -150,16 +147,9 @@ class LightningJob(Host):
         configs = trainer.lr_scheduler_configs
         for config, state in zip(configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
-            scheduler.load_state_dict(state)
-            rates = scheduler.get_last_lr()
-            for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
-            # The donor took the step before it; torch warns if a scheduler steps before the
-            # optimizer.
-            scheduler.optimizer._opt_called = True
             by_step = config.interval == "step" and not config.reduce_on_plateau
-            if saved["is_in_step"] and by_step and steps % config.frequency == 0:
-                scheduler.step()
+            is_behind = saved["is_in_step"] and by_step and steps % config.frequency == 0
+            continue_schedule(scheduler, scheduler.optimizer, state, is_behind=is_behind)
         if trainer.lightning_module.automatic_optimization:
             count = loop.automatic_optimization.optim_progress.optimizer.step
         else:
@@ -233,7 +223,6 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         """
         self._job = LightningJob(counted_optimizer)
         self._group = ReplicaGroup(self._job, named, "DiLoCoLightningCallback")
-        self._job.group = self._group
         self._manager = manager
         self._done = (0, 0)
 

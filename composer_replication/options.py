@@ -7,10 +7,9 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypedDict, Unpack
 
 from composer_replication.arguments import (
-    check_choice,
     check_integer,
     check_names,
     check_seconds,
@@ -47,6 +46,9 @@ class DuplicateIdError(ValueError):
 
 OnStartTimeout = Literal["error", "start"]
 """What a cold start does if too few replica groups are connected after ``start_timeout_s``."""
+
+Backend = Literal["gloo", "nccl", None]
+EvalWeights = Literal["global", "local"]
 
 
 class WaitKeywords(TypedDict, total=False):
@@ -124,7 +126,7 @@ class ManagerKeywords(WaitKeywords, total=False):
     host name and every interface.
     """
 
-    backend: Annotated[Literal["gloo", "nccl"] | None, None]
+    backend: Annotated[Backend, None]
     """How groups average, equal in all of them: ``gloo``, through host memory, or ``nccl`` between
     GPUs. Over NCCL nobody can say who has died, and what hangs ends only after ``timeout``. None:
     ``COMPOSER_REPLICATION_BACKEND``, else gloo.
@@ -144,7 +146,7 @@ class OptionKeywords(SyncKeywords, ManagerKeywords, total=False):
     the global parameters.
     """
 
-    eval_weights: Annotated[Literal["global", "local"], "global"]
+    eval_weights: Annotated[EvalWeights, "global"]
     """Which parameters evaluators see: the ``global`` ones, or this group's ``local`` ones."""
 
     run_dir: Annotated[str | None, None]
@@ -175,17 +177,16 @@ class ReplicaOptions:
     min_replica_size: int
     timeout: float
     hostname: str | None
-    backend: Literal["gloo", "nccl"] | None
+    backend: Backend
     coordinator_addr: str | None
     final_sync: bool
-    eval_weights: Literal["global", "local"]
+    eval_weights: EvalWeights
     run_dir: str | None
 
     @shows(OptionKeywords)
     def __init__(self, **named: Unpack[OptionKeywords]) -> None:
         check_names(named, OptionKeywords, "ReplicaOptions")
-        for name, value in (defaults_of(OptionKeywords) | named).items():
-            object.__setattr__(self, name, value)
+        vars(self).update(defaults_of(OptionKeywords) | named)  # though the class is frozen
         check_types(self)
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
@@ -199,9 +200,6 @@ class ReplicaOptions:
             check_seconds("give_up_after_s", self.give_up_after_s)
         if self.hang_timeout_s is not None and self.hang_timeout_s != math.inf:
             check_seconds("hang_timeout_s", self.hang_timeout_s, alternative="inf for never")
-        check_choice("on_start_timeout", self.on_start_timeout, get_args(OnStartTimeout))
-        check_choice("backend", self.backend, (None, "gloo", "nccl"))
-        check_choice("eval_weights", self.eval_weights, ("global", "local"))
         if self.num_replicas is not None and self.min_replica_size > self.num_replicas:
             raise ValueError(
                 f"min_replica_size={self.min_replica_size} is above num_replicas="
@@ -221,9 +219,8 @@ class ReplicaOptions:
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> Self:
         """Fill the options that are None from the environment; an argument beats a variable."""
-        env = ReplicaEnv.from_env(environ)
-        unset = {name for name, value in vars(self).items() if value is None}
-        own = replace(self, **{name: v for name, v in vars(env).items() if name in unset})
+        filled = vars(ReplicaEnv.from_env(environ)).items()
+        own = replace(self, **{k: v for k, v in filled if getattr(self, k, "") is None})
         is_nameless = own.is_alone and own.replica_id is None
         return replace(own, replica_id="0") if is_nameless else own
 

@@ -96,16 +96,19 @@ class PlannedRun:
         return self.rtt_s * max(self.bytes_per_sync / 2**21, self.groups - 1)
 
     @property
+    def _send_s(self) -> float:
+        return 8 * self.bytes_per_sync / self.link_bits_per_s + self._waits_s
+
+    @property
     def ddp_step_s(self) -> float:
         """Seconds of a step of DDP over all groups, if it sends what this run sends in a sync."""
-        send_s = 8 * self.bytes_per_sync / self.link_bits_per_s + self._waits_s
-        return max(self.step_s, send_s) + self.host_s_per_param * self.params
+        return max(self.step_s, self._send_s) + self.host_s_per_param * self.params
 
     @property
     def blocked_s(self) -> float:
         """Seconds of a round beyond those of its inner steps."""
-        send_s = 8 * self.bytes_per_sync / self.link_bits_per_s + self._waits_s + 2 * self.rtt_s
-        late_s = max(0.0, send_s - self.settings.fragment_sync_delay * self.step_s)
+        hidden_s = self.settings.fragment_sync_delay * self.step_s
+        late_s = max(0.0, self._send_s + 2 * self.rtt_s - hidden_s)
         return self.host_s_per_param * self.params + self.settings.num_fragments * late_s
 
     def round_for(self, share: float) -> int:

@@ -10,7 +10,6 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypedDict, Unpack, get_args
 
 from composer_replication.arguments import (
-    check_choice,
     check_integer,
     check_names,
     check_number,
@@ -171,20 +170,21 @@ class DiLoCoSettings:
     @shows(SettingKeywords)
     def __init__(self, **named: Unpack[SettingKeywords]) -> None:
         check_names(named, SettingKeywords, "DiLoCoSettings")
-        for name, value in (DEFAULTS | named).items():
-            object.__setattr__(self, name, value)
-        check_types(self)
+        own = vars(self)  # it can be written, though the class is frozen
+        own |= DEFAULTS | named
+        check_integer("sync_every", self.sync_every, at_least=1)
         check_integer("num_fragments", self.num_fragments, at_least=1)
-        for name in ("fragment_sync_delay", "max_sync_retries"):
-            check_integer(name, getattr(self, name), at_least=0)
-        numbers = {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
-        given = {name: value for name, value in numbers.items() if value is not None}
-        _check_scheduled({"sync_every": self.sync_every, **given})
+        check_integer("fragment_sync_delay", self.fragment_sync_delay, at_least=0)
+        check_integer("max_sync_retries", self.max_sync_retries, at_least=0)
         self._check_patterns()
-        self._choose()
-        check_choice("weight_by", self.weight_by, get_args(WeightBy))
-        check_choice("sync_buffers", self.sync_buffers, get_args(SyncBuffers))
-        check_choice("wire_format", self.wire_format, WIRE_FORMATS)
+        for name, value in self._choices().items():
+            if own[name] is None:
+                own[name] = value
+        check_types(self)
+        _check_scheduled(own)
+        check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
+        own["fragment_update_alpha"] = float(self.fragment_update_alpha)  # 0 has another digest
+        own["schedule"] = check_rows(self.schedule)
         self._check_schedule()
 
     def __str__(self) -> str:
@@ -214,23 +214,15 @@ class DiLoCoSettings:
                 "less than others would count as much, use weight_by=steps, samples or tokens"
             )
 
-    def _choose(self) -> None:
-        """Choose what is left open, so that equal settings are equal however they are written."""
-        alpha, weight_by = self.fragment_update_alpha, self.weight_by
-        if alpha is None:
-            alpha = 0.5 if self.fragment_sync_delay else 0.0
-        check_number("fragment_update_alpha", alpha, 0.0, 1.0)
-        if weight_by is None:
-            weight_by = "uniform" if self.round_seconds is None else "steps"
-        rows = self._default_schedule() if self.schedule is None else self.schedule
-        chosen = {"weight_by": weight_by, "schedule": check_rows(rows)}
-        if self.outer_lr is None:
-            chosen["outer_lr"] = OUTER_LR
-        if self.outer_momentum is None:
-            chosen["outer_momentum"] = OUTER_MOMENTUM
-        # Always a float: 0 and 0.0 have different digests.
-        for name, value in (chosen | {"fragment_update_alpha": float(alpha)}).items():
-            object.__setattr__(self, name, value)
+    def _choices(self) -> dict[str, Any]:
+        """What is chosen where it is left open: equal settings are equal however written."""
+        return {
+            "fragment_update_alpha": 0.5 if self.fragment_sync_delay else 0.0,
+            "outer_lr": OUTER_LR,
+            "outer_momentum": OUTER_MOMENTUM,
+            "schedule": self._default_schedule(),
+            "weight_by": "uniform" if self.round_seconds is None else "steps",
+        }
 
     def _default_schedule(self) -> Rows:
         """Plain averages and short rounds at the start, each unless something rules it out."""
@@ -268,7 +260,7 @@ class DiLoCoSettings:
 
     def sync_every_at(self, outer_step: int) -> int:
         """Inner steps in a round that ends with this outer step, from 1."""
-        return value_at(self.schedule, "sync_every", outer_step, self.sync_every)
+        return self._at(outer_step, "sync_every")
 
     def steps_between_syncs(self, outer_step: int = 1) -> int:
         """Inner steps between two syncs, each of another fragment, before this outer step."""
@@ -336,9 +328,17 @@ class DiLoCoSettings:
         Args:
             outer_step: The number of the step, from 1. 0: before the schedule.
         """
-        lr = value_at(self.schedule, "outer_lr", outer_step, self.outer_lr)
-        momentum = value_at(self.schedule, "outer_momentum", outer_step, self.outer_momentum)
-        return lr, momentum, self.outer_nesterov and momentum != 0
+        momentum = self._at(outer_step, "outer_momentum")
+        nesterov = self.outer_nesterov and momentum != 0
+        return self._at(outer_step, "outer_lr"), momentum, nesterov
+
+    def _at(self, outer_step: int, key: str) -> Any:
+        """The value of one of ``KEYS`` for an outer step: of the last row so far that has it."""
+        value = getattr(self, key)
+        for row in self.schedule:
+            if row["outer_step"] <= outer_step:
+                value = row.get(key, value)
+        return value
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that must be equal in all groups, as plain containers.
@@ -430,19 +430,6 @@ def _check_scheduled(values: Mapping[str, Any], where: str = "") -> None:
         check_number(f"{where}outer_lr", values["outer_lr"], 0.0, 1000.0)
     if "outer_momentum" in values:
         check_number(f"{where}outer_momentum", values["outer_momentum"], 0.0, 1.0, below=True)
-
-
-def value_at(rows: Rows, key: str, outer_step: int, otherwise: Any) -> Any:
-    """Return the value of a key in force for an outer step.
-
-    Args:
-        rows: Of ``check_rows``.
-        key: One of ``KEYS``.
-        outer_step: The number of the step, from 1; a round's length is that of its outer step.
-        otherwise: The value before the first row that has the key.
-    """
-    in_force = (row[key] for row in rows if key in row and row["outer_step"] <= outer_step)
-    return [otherwise, *in_force][-1]
 
 
 def check_fits(sync_every: int, num_fragments: int, delay: int, where: str = "") -> None:
@@ -586,12 +573,15 @@ def adopt_changes(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str
     Raises:
         SettingsMismatch: A setting has changed that the saved state does not allow to change.
     """
-    is_counted = mine.get("weight_by") in COUNTED
-    fixed = FIXED if mine["model"] == saved["model"] else (*FIXED_WITH_BUFFERS, "model")
-    check_fixed(mine, saved, (*fixed, *(["weight_by"] if is_counted else [])))
-    name = "outer_optimizer"
-    if mine[name].partition("(")[0] != saved[name].partition("(")[0]:
-        compare_fingerprints({name: mine[name]}, {name: saved[name]}, "the checkpoint")
+    fixed = [*FIXED]
+    if mine["model"] != saved["model"]:
+        fixed += ["sync_buffers", "model"]
+    if mine.get("weight_by") in COUNTED:
+        fixed.append("weight_by")
+    kinds = {each["outer_optimizer"].partition("(")[0] for each in (mine, saved)}
+    if len(kinds) > 1:
+        fixed.append("outer_optimizer")
+    check_fixed(mine, saved, fixed)
     return [
         f"{key}: {saved.get(key)!r} before, {mine.get(key)!r} now" for key in differing(mine, saved)
     ]

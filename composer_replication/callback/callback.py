@@ -56,7 +56,6 @@ class DiLoCoCallback(ShowsGroup, Callback):
         """
         self._job = ComposerJob()
         self._group = ReplicaGroup(self._job, named, "DiLoCoCallback")
-        self._job.group = self._group
         self._job.averages.group = self._group
         self._manager = manager
         self._is_loading = False

@@ -12,7 +12,7 @@ from typing import Any
 
 from composer_replication.arguments import in_yaml
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.util.json_files import finite, replace_text
+from composer_replication.util.json_files import finite, replace_file
 
 PAGE_DATA = "page.json"
 """In the state folder: the data that the page had when the service ended."""
@@ -46,7 +46,8 @@ def write_report_html(folder: Path, data: Mapping[str, Any]) -> Path:
     text = text.replace("<", "\\u003c")
     path = folder / REPORT
     start = 'type="application/json">'
-    replace_text(path, page_html().replace(start, start + text, 1))
+    html = page_html().replace(start, start + text, 1)
+    replace_file(path, lambda file: file.write(html.encode()))
     return path
 
 

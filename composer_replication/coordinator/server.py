@@ -1,7 +1,6 @@
 """Runs the coordinator and its lighthouse, in a process of their own or inside the launcher's."""
 
 import json
-import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -119,7 +118,7 @@ class Coordinator:
         with ExitStack() as opened:  # an error below closes what is open by then
             # Without the lock, a second coordinator on this folder would receive no heartbeats of
             # the first one's groups, count them as dead and close their streams.
-            opened.callback(os.close, open_lock(state_dir, LOCK, "use another state folder"))
+            opened.enter_context(open_lock(state_dir, LOCK, "use another state folder"))
             database = opened.enter_context(closing(Database(state_dir / STATE)))
             events = Events(database)
             store_settings(database, events, settings, source, all_start)

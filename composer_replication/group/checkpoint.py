@@ -68,6 +68,7 @@ class CheckpointLayout:
         has_averages: Whether the saved model may hold other weights than the global ones.
 
     Attributes:
+        fragments: The same.
         live: The model's parameters and buffers, by name.
     """
 
@@ -78,9 +79,11 @@ class CheckpointLayout:
         is_sharded: bool,
         has_averages: bool,
     ) -> None:
-        self._fragments = [list(fragment) for fragment in fragments]
+        self.fragments = fragments
         self._settings = settings
         self._is_sharded = is_sharded
+        # Also while it is 0, as in a row of a schedule: keys may depend on the settings alone.
+        self._has_momentum = settings.outer_momentum or settings.changes_outer_numbers
         self.live = {name: t for fragment in fragments for name, t in fragment.items()}
         # The global parameters that are saved beside the model.
         self._theta_beside = [
@@ -105,43 +108,38 @@ class CheckpointLayout:
         fragments = state["fragments"]
         theta = theta_of(fragments)
         optimizers = [fragment["optimizer"] for fragment in fragments]
+        momentum = _momentum_of(fragments) if self._has_momentum else {}
         progress = {key: state[key] for key in _PLAIN} | {
             "format": FORMAT,
             "outer_optimizers": [each["param_groups"] for each in optimizers],
             "has_momentum": [bool(each["state"]) for each in optimizers],
-            "first_names": [names[0] for names in self._fragments],
+            "first_names": [next(iter(fragment)) for fragment in self.fragments],
             "checksums": checksums(self.live, in_model),
         }
         return self._saved(
             json.dumps(progress),
             self._save_in_flight(state["in_flight"]),
             local=local,
-            # Also while the momentum is 0, as in a row of a schedule: keys may depend on settings
-            # alone.
-            momentum=_momentum_of(fragments, always=self._settings.changes_outer_numbers),
+            momentum=momentum,
             residual=state["residual"],
             theta={name: theta[name] for name in self._theta_beside},
         )
 
     def template(self) -> dict[str, Any]:
         """Return empty tensors in the structure of ``pack``, to load a sharded checkpoint into."""
-        settings = self._settings
         local: dict[str, Tensor] = {}
         theta: dict[str, Tensor] = {}
         momentum: dict[str, Tensor] = {}
         residual: dict[str, Tensor] = {}
-        has_momentum = settings.outer_momentum or settings.changes_outer_numbers
         for name, live in self.live.items():
-            held = held_tensor(live)
-            is_averaged = has_mean(live)
-            dtype = torch.float32 if is_averaged else live.dtype
-            local[name] = torch.empty_like(held)
+            local[name] = torch.empty_like(held_tensor(live))
+            numbers = local[name].float() if has_mean(live) else local[name]
             if name in self._theta_beside:
-                theta[name] = torch.empty_like(held, dtype=dtype)
-            if has_momentum and live.requires_grad:
-                momentum[name] = torch.empty_like(held, dtype=dtype)
-            if settings.keeps_residual and is_averaged:
-                residual[name] = torch.empty_like(held, dtype=dtype)
+                theta[name] = torch.empty_like(numbers)
+            if self._has_momentum and live.requires_grad:
+                momentum[name] = torch.empty_like(numbers)
+            if self._settings.keeps_residual and has_mean(live):
+                residual[name] = torch.empty_like(numbers)
         return self._saved("", "", local=local, momentum=momentum, residual=residual, theta=theta)
 
     def _saved(
@@ -150,22 +148,25 @@ class CheckpointLayout:
         saved: dict[str, Any] = {"progress": progress, "in_flight": in_flight}
         for kind, own in tensors.items():
             if own:
-                saved[kind] = {name: self._save(name, tensor) for name, tensor in own.items()}
+                saved[kind] = self._save_all(own, self._is_sharded)
         return saved
 
-    def _save(self, name: str, shard: Tensor) -> Tensor:
-        """Return what the checkpoint stores of a tensor. A collective if it has to be gathered."""
-        like = self.live[name]
-        if self._is_sharded and isinstance(like, DTensor):
-            return as_dtensor(shard.detach(), like)
-        return self._save_whole(name, shard)
+    def _save_all(self, shards: Mapping[str, Tensor], is_sharded: bool) -> dict[str, Tensor]:
+        return {name: self._save(name, shard, is_sharded) for name, shard in shards.items()}
 
-    def _save_whole(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole tensor in rank 0's host memory, empty elsewhere. A collective."""
+    def _save(self, name: str, shard: Tensor, is_sharded: bool) -> Tensor:
+        """Return what the checkpoint stores of a tensor.
+
+        With shards that is this rank's; else the whole tensor in rank 0's host memory, empty
+        elsewhere, by a collective.
+        """
         like = self.live[name]
         if not isinstance(like, DTensor):
             return shard.detach()
-        whole = as_dtensor(shard.detach(), like).full_tensor()
+        part = as_dtensor(shard.detach(), like)
+        if is_sharded:
+            return part
+        whole = part.full_tensor()
         if torch.distributed.get_rank() == 0:
             return whole.cpu()
         return whole.new_empty(0)
@@ -173,10 +174,7 @@ class CheckpointLayout:
     def _save_in_flight(self, state: Mapping[str, Any] | None) -> dict[str, Any] | str:
         if state is None:
             return ""
-        local = {}
-        for name, tensor in state["local"].items():
-            local[name] = self._save_whole(name, tensor)
-        whole = {**state, "local": local}
+        whole = {**state, "local": self._save_all(state["local"], False)}
         if not self._is_sharded:
             return whole
         buffer = io.BytesIO()
@@ -207,11 +205,13 @@ class CheckpointLayout:
                 theta[name] = held_tensor(live).to(torch.float32, copy=True)
         momentum = self._load_all(saved.get("momentum", {}))
         fragments = []
-        for index, names in enumerate(self._fragments):
-            has_momentum = progress["has_momentum"][index]
-            state = _momentum_state(names, momentum if has_momentum else {})
-            groups = progress["outer_optimizers"][index]
-            optimizer = {"state": state, "param_groups": groups}
+        for index, names in enumerate(self.fragments):
+            buffers: dict[int, Any] = {}
+            if progress["has_momentum"][index]:
+                for position, name in enumerate(names):
+                    if name in momentum:
+                        buffers[position] = {"momentum_buffer": momentum[name]}
+            optimizer = {"state": buffers, "param_groups": progress["outer_optimizers"][index]}
             own = {name: theta[name] for name in names}
             fragments.append({"theta": own, "optimizer": optimizer})
         state = {key: progress[key] for key in _PLAIN} | {
@@ -231,14 +231,14 @@ class CheckpointLayout:
             where = "only in the model" if odd in live else "not in the model"
             raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
         # If the model was cut elsewhere, the checkpoint's counts belong to other fragments.
-        first = [names[0] for names in self._fragments]
-        pairs = zip(progress["first_names"], first, strict=True)
-        for index, (theirs, mine) in enumerate(pairs):
-            if theirs != mine:
+        pairs = zip(progress["first_names"], self.fragments, strict=True)
+        for index, (first, fragment) in enumerate(pairs):
+            own = next(iter(fragment))
+            if first != own:
                 raise BadStateError(
-                    f"its fragment {index} begins with {theirs}, and with {mine} here: the model's "
-                    "blocks have changed. Continue with the model's code, and the version of "
-                    "composer-replication, that wrote it"
+                    f"its fragment {index} begins with {first}, and with {own} here: the "
+                    "model's blocks have changed. Continue with the model's code, and the version "
+                    "of composer-replication, that wrote it"
                 )
         for name, tensor in local.items():
             if tensor.dtype != live[name].dtype:
@@ -302,29 +302,18 @@ def _read_progress(saved: Mapping[str, Any]) -> dict[str, Any]:
     return progress
 
 
-def _momentum_of(fragments: list[dict[str, Any]], *, always: bool) -> dict[str, Tensor]:
+def _momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Return the momentum of every trained parameter; zeros before the first outer step."""
     momentum = {}
     for fragment in fragments:
         theta = [*fragment["theta"].items()]
         optimizer = fragment["optimizer"]
         for group in optimizer["param_groups"]:
-            if not (always or group["momentum"]):
-                continue
             for index in group["params"]:
                 name, like = theta[index]
                 buffer = optimizer["state"].get(index, {}).get("momentum_buffer")
                 momentum[name] = torch.zeros_like(like) if buffer is None else buffer
     return momentum
-
-
-def _momentum_state(names: Sequence[str], momentum: Mapping[str, Tensor]) -> dict[int, Any]:
-    """The state of an outer optimizer that has these buffers of these parameters."""
-    state = {}
-    for position, name in enumerate(names):
-        if name in momentum:
-            state[position] = {"momentum_buffer": momentum[name]}
-    return state
 
 
 def theta_of(fragments: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -390,7 +379,5 @@ def _adds_its_part(tensor: Tensor) -> bool:
         return torch.distributed.get_rank() == 0
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank of the group is in the mesh of its model"
-    for placement, rank in zip(tensor.placements, coordinate, strict=True):
-        if placement.is_replicate() and rank:
-            return False
-    return True
+    pairs = zip(tensor.placements, coordinate, strict=True)
+    return not any(placement.is_replicate() and rank for placement, rank in pairs)

@@ -55,17 +55,16 @@ def newest_first(pattern: str) -> list[Path]:
     Args:
         pattern: As for ``newest_whole``.
     """
-
-    def numbers(path: Path) -> list[int]:
-        found = re.findall(r"\d+", path.name)
-        return [int(each) for each in found]
-
     found = []
     for path in map(Path, glob(pattern)):
         is_latest = path.is_symlink() and not path.is_dir()  # Composer's link to a file
         if not is_latest and not path.name.startswith(_TORN):
             found.append(path)
-    return sorted(found, key=numbers, reverse=True)
+    return sorted(found, key=_numbers_in, reverse=True)
+
+
+def _numbers_in(path: Path) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", path.name)]
 
 
 def problem_of(checkpoint: Path) -> str | None:

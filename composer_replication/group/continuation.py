@@ -108,15 +108,13 @@ class Continuation:
             ValueError: The previous fit trained other parameters, or the model holds other values
                 than it left.
         """
-        known: set[str] = set()
-        if self.ended is not None:
-            known.update(theta_of(self.ended["fragments"]))
-        self.also_synced = known.union(self.loaded.get("local", {}))
-        self._resumed = self._read(settings)
+        known = {} if self.ended is None else theta_of(self.ended["fragments"])
+        self.also_synced = set(self.loaded.get("local", known))
+        self.layout = self.layout_of(settings, self.also_synced)
+        self._resumed = self._read()
         self.loaded = {}
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
-        self.layout = self.layout_of(settings, self.also_synced)
         if self.ended is not None and not self.is_resumed:
             self._check_unchanged(known)
 
@@ -128,15 +126,14 @@ class Continuation:
         fragments = synced_tensors(host.model, settings, also_synced)
         return CheckpointLayout(fragments, settings, host.is_sharded, host.averages.exist)
 
-    def _read(self, settings: DiLoCoSettings) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
+    def _read(self) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
         if not self.loaded:
             return None
         try:
-            layout = self.layout_of(settings, self.loaded.get("local", {}))
-            return layout.unpack(self.loaded)
+            return self.layout.unpack(self.loaded)
         except SettingsMismatch as error:
             raise self._rejection(str(error), "Use the settings that it was saved with") from error
-        except (BadStateError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             fix = f"Load another one, or {self._host.load_weights_only}"
             raise self._rejection(problem, fix) from error

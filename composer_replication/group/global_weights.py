@@ -63,24 +63,19 @@ class GlobalWeights:
                 local = state_dict.get(prefix + key)
                 if local is None or isinstance(local, nn.Parameter):
                     continue  # keep_vars=True asks for the model's own tensors
-                theta = self._theta[name]
-                state_dict[prefix + key] = self._like(local, theta)
+                value = self._theta[name].detach().to(local.dtype)
+                if isinstance(local, DTensor):
+                    value = as_dtensor(value, local)
+                state_dict[prefix + key] = value
 
         return substitute
-
-    @staticmethod
-    def _like(live: Tensor, theta: Tensor) -> Tensor:
-        value = theta.detach().to(live.dtype)
-        if isinstance(live, DTensor):
-            return as_dtensor(value, live)
-        return value
 
     def saved(self, name: str) -> Tensor:
         """Return this rank's part of what ``state_dict()`` of the model has under a name."""
         live = self._live[name]
         if self._is_left_alone():
             return held_tensor(live)
-        return held_tensor(self._like(live, self._theta[name]))
+        return self._theta[name].detach().to(live.dtype)
 
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""

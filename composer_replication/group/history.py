@@ -20,17 +20,6 @@ MAX_TROUBLES = 100
 COSINES = 20
 """Syncs over which the cosines of the outer loop are averaged."""
 
-NEEDED = {
-    run_folder.END: ("outer_steps", "global_digest"),
-    run_folder.EVALUATION: ("batch", "eval"),
-    run_folder.ERROR: ("error",),
-    run_folder.REJECTION: ("error",),
-    run_folder.WARNING: ("warning",),
-    run_folder.RESUME: ("batch",),
-    run_folder.SAVED: ("batch",),
-}
-"""What an event has at least, by its kind. A start and a sync may lack anything."""
-
 SPEEDS = "_runtime", "_per_second"
 """How the names of an evaluation's times end, which are no result. Trainers write them beside it.
 """
@@ -121,15 +110,11 @@ class History(Course):
         """Add the next event of ``events.jsonl``.
 
         Raises:
-            ValueError: It lacks something; nothing of it has been added.
-            AttributeError, TypeError: A value is of another type.
+            KeyError: It lacks something; nothing of it has been added.
+            AttributeError, TypeError, ValueError: A value is of another type.
         """
-        kind = event.get("event", "")
-        missing = [name for name in NEEDED.get(kind, ()) if name not in event]
-        if missing:
-            raise ValueError(f"an event {kind!r} without {', '.join(missing)}")
         at = event.get("time", 0.0)
-        match kind:
+        match event.get("event"):
             case run_folder.SYNC:
                 self._add_sync(event, at)
             case run_folder.START:
@@ -142,9 +127,8 @@ class History(Course):
                 self._position = 0.0  # the time in which the run was stopped does not count
                 self.forget_digests()
             case run_folder.END:
-                self.result = {k: v for k, v in event.items() if k not in ("time", "event")}
-                self.result["eval"] = _measured(event.get("eval"))
-                self.add_digest(self.result["outer_steps"], self.result["global_digest"])
+                self.add_digest(event["outer_steps"], event["global_digest"])
+                self.result = event | {"eval": _measured(event.get("eval"))}
             case run_folder.EVALUATION:
                 row = {"time": at, "batch": event["batch"], "eval": _measured(event["eval"])}
                 self.evaluations.append(row)
@@ -153,7 +137,7 @@ class History(Course):
             case run_folder.WARNING:
                 self.warnings.append((at, event["warning"]))
             case run_folder.RESUME:
-                self.resumes.append(event)
+                self.resumes.append(event | {"batch": event["batch"]})  # it has to have one
             case run_folder.SAVED:
                 self.saved_at = event["batch"]
 
@@ -188,14 +172,14 @@ class History(Course):
             why = f"pseudo-gradient {'left out' if is_finite else 'not finite'}"
         if metric("healed"):
             why = "loaded the state of the others"
-        texts = [
-            why,
-            f"{plural(retries, 'retry', 'retries')} of the sync" if retries else "",
-            f"{plural(lost, 'inner step')} thrown away" if lost else "",
-        ]
+        texts = [why] if why else []
+        if retries:
+            texts.append(f"{plural(retries, 'retry', 'retries')} of the sync")
+        if lost:
+            texts.append(f"{plural(lost, 'inner step')} thrown away")
         self.steps_lost += lost
-        if any(texts):
-            text = f"outer step {step}: {', '.join(filter(None, texts))}"
+        if texts:
+            text = f"outer step {step}: {', '.join(texts)}"
             self.troubles.append(Trouble(at, text, lost, why))
         self._account(at, metric("sync_seconds", 0.0))
 
@@ -244,14 +228,13 @@ class History(Course):
     @property
     def open_errors(self) -> list[Error]:
         """The errors since it has joined or synced last: after others it has trained on."""
-        synced_at = self.newest.get("time", 0.0)
-        since = max(self.continued_at, self.joined_at, synced_at)
+        since = max(self.continued_at, self.joined_at, self.newest.get("time", 0.0))
         return [error for error in self.errors if error.time >= since]
 
     @property
     def joined_at(self) -> float:
         """When it joined last; 0 if it never has."""
-        return max((start.get("time", 0.0) for start in self.starts), default=0.0)
+        return self.start.get("time", 0.0)
 
     @property
     def num_starts(self) -> int:

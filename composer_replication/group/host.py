@@ -53,6 +53,8 @@ class Host:
     ``NotImplementedError``, are right for a trainer that has no such thing.
     """
 
+    group: Any
+    """The replica group, which sets this."""
     name: str
     """The trainer's name: the key of what it sends to a joiner."""
     load_weights_only = "its weights alone"
@@ -143,12 +145,15 @@ class Host:
     """The loss of the newest step, a mean over the group's ranks; None where it is not known, or
     only the device knows it."""
 
+    losses: Any = None
+    """The ``Losses`` of its steps; None, or of another kind: see ``mean_loss``."""
+
     def mean_loss(self) -> float | None:
         """The mean loss of the steps since the last call, over the group's ranks; None: not known.
 
         Every rank calls it, and only after a sync: it may wait for the device and for other ranks.
         """
-        return None
+        return None if self.losses is None else self.losses.pop_mean()
 
     shows_position = False
     """Whether the trainer has a progress bar, for ``show_position`` after each step."""
@@ -205,6 +210,27 @@ def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
         elif name.endswith("_ids"):
             ids.append(tensors[name].numel())
     return sum(masks or ids)
+
+
+def continue_schedule(
+    scheduler: Any, optimizer: Any, state: dict[str, Any], *, is_behind: bool
+) -> None:
+    """Take over a donor's schedule.
+
+    Args:
+        scheduler: One of torch's learning rate schedulers.
+        optimizer: The optimizer whose steps it counts.
+        state: The donor's, of its scheduler.
+        is_behind: Whether the donor steps it for the step that this group begins after.
+    """
+    scheduler.load_state_dict(state)
+    rates = scheduler.get_last_lr()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    # The donor took the step before it; torch warns if a scheduler steps before the optimizer.
+    optimizer._opt_called = True
+    if is_behind:
+        scheduler.step()
 
 
 def check_optimizer(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:

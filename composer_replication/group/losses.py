@@ -25,22 +25,20 @@ class Losses:
         own = loss.detach().float()
         self._sum = own if self._sum is None else self._sum + own
 
-    def pop_mean(self) -> float | None:
-        """The mean loss of the steps since the last call, over the group's ranks; None if none."""
-        own = self._pop_own()
-        if own is not None and torch.distributed.is_initialized():
-            own = own / world_size()
-            torch.distributed.all_reduce(own)
-        return None if own is None else own.item()
+    def pop_mean(self, *, of_all_ranks: bool = True) -> float | None:
+        """The mean loss of the steps since the last call; None if there were none.
 
-    def pop_own_mean(self) -> float | None:
-        """The same of this rank alone, which waits for no other."""
-        own = self._pop_own()
-        return None if own is None else own.item()
-
-    def _pop_own(self) -> Tensor | None:
+        Args:
+            of_all_ranks: Over all ranks of the group, which wait for each other here.
+        """
         total = self._sum
         num_steps = self.num_steps
         self._sum = None
         self.num_steps = 0
-        return None if total is None or not num_steps else total / num_steps
+        if total is None or not num_steps:
+            return None
+        mean = total / num_steps
+        if of_all_ranks and torch.distributed.is_initialized():
+            mean /= world_size()
+            torch.distributed.all_reduce(mean)
+        return mean.item()

@@ -59,7 +59,7 @@ class PlainLoop(Host):
         return None
 
     def mean_loss(self) -> float | None:
-        return self._losses.pop_own_mean()  # it is not known whether all ranks note one
+        return self._losses.pop_mean(of_all_ranks=False)  # perhaps not all of them note one
 
 
 class DiLoCoKeywords(SettingKeywords, SyncKeywords):
@@ -155,20 +155,15 @@ class DiLoCo(algorithm.DiLoCo):
         with rejections(own):
             if not is_resumed and self._start_refusal is None:
                 self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
-            try:
-                super().__enter__()
-            except (RuntimeError, OSError) as error:
-                folder.write_error(error)
-                raise
+            super().__enter__()
         reporter.joined(self, self._outer.manager, is_resumed)
         self._report("training")
         return self
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
-        error = raised[1] if raised else None
-        if self._reporter is not None and error is not None:
-            self._reporter.folder.write_error(error)
+        if self._reporter is not None and raised:
+            self._reporter.folder.write_error(raised[1])
         return super().__exit__(*raised)
 
     def _step_post_hook(self, *step: Any) -> None:

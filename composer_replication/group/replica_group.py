@@ -20,7 +20,6 @@ from composer_replication.coordinator.wire_types import RunInfo
 from composer_replication.data.group_data import GroupData, group_data_of
 from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
-from composer_replication.diloco.fragments import synced_tensors
 from composer_replication.diloco.torchft_api import as_diloco_manager
 from composer_replication.group.call_watch import when_over
 from composer_replication.group.checkpoint import theta_of
@@ -77,6 +76,7 @@ class ReplicaGroup:
     def __init__(self, host: Host, named: GroupKeywords, callback: str) -> None:
         check_names(named, GroupKeywords, callback)
         self.host = host
+        host.group = self
         self.settings = DiLoCoSettings(**among(named, SettingKeywords))
         self.options = ReplicaOptions(**among(named, OptionKeywords)).with_environment()
         self._named = named  # a coordinator's settings are compared with what the user has named
@@ -151,49 +151,51 @@ class ReplicaGroup:
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
         try:
-            check_optimizer(self.host.optimizer)
-            ask_on_rank_0(self.hold_folders)
-            self._joined.callback(self.host.averages.leave)
-            self.continuation.begin(self.settings)
-            run_dir = None if rank() else self.options.run_dir
-            folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-            reporter = Reporter(folder, self.settings, self.host)
-            self._reporter = reporter
-            reporter.settings("" if self._run is None else self._run.settings_source)
+            self._prepare()
             diloco = self._connect(manager)
             self.diloco = diloco
             diloco.counts_steps = False
-            reading = self.continuation.restore(diloco)
-            if self.data is not None and reading:
-                self.data.load_state_dict(reading)
-            if self.weights is not None:
-                self.weights.remove()
-            self.weights = GlobalWeights(
-                self.host.model,
-                diloco.global_parameters(),
-                lambda: self.host.averages.are_saved,
-            )
-            reporter.position("joining", diloco)
+            self._restore(diloco)
+            self._reporter.position("joining", diloco)
             self._joined.enter_context(diloco)
             self._follow_donor()
-            reporter.joined(diloco, self.manager, self.continuation.is_resumed)
+            self._reporter.joined(diloco, self.manager, self.continuation.is_resumed)
             if self.data is not None:
                 self.data.start()
             self._report("training")
-        except BaseException as error:
-            if isinstance(error, Exception) and not isinstance(error, ValueError):
-                self._reporter.folder.write_error(error)  # a ValueError is a rejection
+        except BaseException:
             self._drop()  # the others wait for this group as long as it sends heartbeats
             raise
+
+    def _prepare(self) -> None:
+        """Check what this group brings along, before it contacts any other."""
+        check_optimizer(self.host.optimizer)
+        ask_on_rank_0(self.hold_folders)
+        self._joined.callback(self.host.averages.leave)
+        self.continuation.begin(self.settings)
+        run_dir = None if rank() else self.options.run_dir
+        folder = ReplicaFolder(run_dir, replica_id_of(self.options))
+        self._reporter = Reporter(folder, self.settings, self.host)
+        self._reporter.settings("" if self._run is None else self._run.settings_source)
+
+    def _restore(self, diloco: DiLoCo) -> None:
+        """Continue where a checkpoint or the fit before ended."""
+        reading = self.continuation.restore(diloco)
+        if self.data is not None and reading:
+            self.data.load_state_dict(reading)
+        if self.weights is not None:
+            self.weights.remove()
+        theta = diloco.global_parameters()
+        averages = self.host.averages
+        self.weights = GlobalWeights(self.host.model, theta, lambda: averages.are_saved)
 
     def _connect(self, manager: Any) -> DiLoCo:
         host = self.host
         options = self.options
-        also_synced = self.continuation.also_synced
         known_step = 0 if self._run is None else self._run.outer_step
         refusal = self.continuation.start_refusal(options.run_dir, known_step)
         if self._run is not None:
-            synced = synced_tensors(host.model, self.settings, also_synced)
+            synced = self.continuation.layout.fragments
             self._membership = Membership(options, self._run, synced, world_size())
             self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
@@ -217,7 +219,7 @@ class ReplicaGroup:
             options=options,
             start_refusal=refusal,
             ranks=dist.group.WORLD if world_size() > 1 else None,
-            also_synced=also_synced,
+            also_synced=self.continuation.also_synced,
         )
         self.data = group_data_of(
             host.loader, options, diloco, self._membership, self.sync_idle, host.epochs
@@ -414,12 +416,13 @@ class ReplicaGroup:
         self._keep()
         self._drop()
         self._reporter.folder.write_end(self.result)
-        steps = self.result["outer_steps"]
-        digest = self.result["global_digest"][:8]
-        failure = self.result["failure"]
-        if failure:
-            log.error("%s", failure)
-        log.info("Ended after %d outer steps: global parameters %s", steps, digest)
+        if self.result["failure"]:
+            log.error("%s", self.result["failure"])
+        log.info(
+            "Ended after %d outer steps: global parameters %.8s",
+            self.result["outer_steps"],
+            self.result["global_digest"],
+        )
 
     def _keep(self) -> None:
         """Keep what the fit has left, for the next one."""
@@ -454,8 +457,7 @@ class ReplicaGroup:
 
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
-        if error is not None:
-            self._reporter.folder.write_error(error)
+        self._reporter.folder.write_error(error)
         self.leave()
         release(self)
         log.warning(
@@ -474,8 +476,7 @@ class ReplicaGroup:
         Args:
             error: The error that ends the training; None if there is none.
         """
-        if error is not None:
-            self._reporter.folder.write_error(error)
+        self._reporter.folder.write_error(error)
         self._drop()
         release(self)
         if self.weights is not None:

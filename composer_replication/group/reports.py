@@ -127,27 +127,22 @@ class Reporter:
                 self.folder.replica_id,
                 plural(world_size(), "rank"),
             )
-        if not is_resumed:
-            return
+        if is_resumed:
+            self._report_resume(diloco.outer_step)
+
+    def _report_resume(self, outer_step: int) -> None:
         batch = self._host.steps
-        outer_step = diloco.outer_step
-        batches = max(0, self._before.get("batch", 0) - batch)
-        outer_steps = max(0, self._before.get("outer_step", 0) - outer_step)
-        self.folder.append(
-            RESUME,
-            {
-                "batch": batch,
-                "outer_step": outer_step,
-                "batches_again": batches,
-                "outer_steps_again": outer_steps,
-            },
-        )
+        resume = {
+            "batch": batch,
+            "outer_step": outer_step,
+            "batches_again": max(0, self._before.get("batch", 0) - batch),
+            "outer_steps_again": max(0, self._before.get("outer_step", 0) - outer_step),
+        }
+        self.folder.append(RESUME, resume)
         log.info(
-            "Resumed at batch %d, outer step %d; %d batches and %d outer steps are repeated",
-            batch,
-            outer_step,
-            batches,
-            outer_steps,
+            "Resumed at batch %(batch)d, outer step %(outer_step)d; %(batches_again)d batches and "
+            "%(outer_steps_again)d outer steps are repeated",
+            resume,
         )
 
     # ---- it syncs ---------------------------------------------------------------------------
@@ -171,16 +166,21 @@ class Reporter:
             self.fruitless = 0 if report.total_contribution else self.fruitless + 1
             metrics = numbers_of(report)
             metrics["diloco/round"] = report.outer_step / self._settings.fragment_count
-            self._host.log_metrics({**metrics})
-            self._last_sync["metrics"] = {**metrics}
+            self._host.log_metrics(metrics)
+            self._last_sync["metrics"] = metrics
+            event = metrics | {
+                "batch": self._host.steps,
+                "inner_steps": report.inner_steps,
+                "loss": loss,
+                "ranks": world_size(),
+            }
             if report.global_digest is not None:
                 self._last_sync["digest_step"] = report.outer_step
                 self._last_sync["global_digest"] = report.global_digest
-                metrics["diloco/global_digest"] = report.global_digest
+                event["diloco/global_digest"] = report.global_digest
             if report.equal_samples:
                 self.warn(on_same_samples(report.equal_samples, self._host.data_fix))
-            place = {"batch": self._host.steps, "inner_steps": report.inner_steps, "loss": loss}
-            self.folder.append(SYNC, metrics | place | {"ranks": world_size()})
+            self.folder.append(SYNC, event)
             fragment = f", fragment {report.fragment}" if self._settings.fragment_count > 1 else ""
             log.info(
                 "outer step %d%s: %d replica groups, loss %s, blocked %.2f s%s",
@@ -298,8 +298,6 @@ class Reporter:
 
     def _is_warm_up(self, outer_step: int) -> bool:
         """Whether the schedule makes the rounds longer later."""
-        if not self._settings.schedule:
-            return False
         now = self._settings.sync_every_at(outer_step)
         return now < self._settings.sync_every_at(sys.maxsize)
 
@@ -312,9 +310,10 @@ class Reporter:
 
 @contextmanager
 def rejections(options: ReplicaOptions) -> Iterator[None]:
-    """A context in which a ``ValueError`` rejects the group's input: it would come again.
+    """A context whose error is written into the run's folder, before the group joins.
 
-    The run's folder then says so, since a script's exit status does not.
+    A ``ValueError`` rejects the group's input: it would come again. A script's exit status does not
+    say so.
 
     Args:
         options: This group's.
@@ -323,10 +322,14 @@ def rejections(options: ReplicaOptions) -> Iterator[None]:
         yield
     except DuplicateIdError:
         raise  # the name may be free the next time
-    except ValueError as error:
-        with fence("in the run's folder why this group is rejected"):
+    except Exception as error:
+        with fence("in the run's folder why this group ends"):
             if options.replica_id is not None and not rank():
-                ReplicaFolder(options.run_dir, options.replica_id).write_rejection(error)
+                folder = ReplicaFolder(options.run_dir, options.replica_id)
+                if isinstance(error, ValueError):
+                    folder.write_rejection(error)
+                else:
+                    folder.write_error(error)
         raise
 
 
@@ -358,13 +361,15 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         now: The same of the later quorum.
     """
     names_of = {
-        "left": [name for name in before if name not in now],
-        "joined": [name for name in now if name not in before],
-        "been started again": [name for name in now if before.get(name, now[name]) != now[name]],
+        "left": before.keys() - now.keys(),
+        "joined": now.keys() - before.keys(),
+        "been started again": {
+            name for name, life in now.items() if before.get(name, life) != life
+        },
     }
     news = []
     for what, names in names_of.items():
         if names:
             have = "has" if len(names) == 1 else "have"
-            news.append(f"{listed_groups(names)} {have} {what}")
+            news.append(f"{listed_groups(sorted(names))} {have} {what}")
     return ", ".join(news)

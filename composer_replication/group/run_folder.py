@@ -15,10 +15,10 @@ from typing import Any
 
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import (
+    JsonLineReader,
     JsonLineWriter,
     hold_lock,
     read_json,
-    read_last_line,
     replace_json,
 )
 
@@ -101,21 +101,20 @@ def make_run_folder(config: Mapping[str, Any], config_path: str | Path) -> Path:
     # the earlier part of a run that is continued; its events and logs are kept.
     for path in (run_dir / SUMMARY, run_dir / STOP):
         path.unlink(missing_ok=True)
+    statuses = run_dir.glob(f"replica_*/{STATUS}")
+    if not resumes:
+        for path in (*events, *statuses):
+            path.unlink()
+        return run_dir
     for path in events:
-        if resumes:
-            writer = JsonLineWriter(path)
-            writer.append({"time": time.time(), "event": CONTINUED})
-            writer.flush()
-        else:
-            path.unlink()
-    for path in run_dir.glob(f"replica_*/{STATUS}"):
-        if resumes:  # it contains the position that the group had reached
-            status = read_json(path) | {"phase": "starting"}
-            # The run was stopped since then: that time does not count.
-            status.pop("trained_at", None)
-            replace_json(path, status)
-        else:
-            path.unlink()
+        writer = JsonLineWriter(path)
+        writer.append({"time": time.time(), "event": CONTINUED})
+        writer.flush()
+    for path in statuses:  # with the position that the group had reached
+        status = read_json(path) | {"phase": "starting"}
+        # The run was stopped since then: that time does not count.
+        status.pop("trained_at", None)
+        replace_json(path, status)
     return run_dir
 
 
@@ -141,7 +140,11 @@ def last_event(path: Path, *kinds: str) -> dict[str, Any]:
     Raises:
         OSError: The file cannot be read.
     """
-    return read_last_line(path, lambda line: line.get("event") in kinds)
+    last: dict[str, Any] = {}
+    for line in JsonLineReader(path).read():
+        if line.get("event") in kinds:
+            last = line
+    return last
 
 
 def last_outer_step(run_dir: str | Path | None) -> int:
@@ -240,14 +243,12 @@ class ReplicaFolder:
 
     def enter(self, phase: str) -> None:
         """Write ``status.json`` with another phase, and the rest as it is."""
-        status = self.read_status()
-        status["phase"] = phase
-        self.write_status(**status)
+        self.write_status(**{**self.read_status(), "phase": phase})
 
-    def write_error(self, error: BaseException) -> None:
-        """Record the error with which the group ends, once."""
+    def write_error(self, error: BaseException | None) -> None:
+        """Record the error with which the group ends, once; None: there is none."""
         # A reference to the error would keep its frames, and all tensors in them.
-        if "_is_in_events" in vars(error):
+        if error is None or "_is_in_events" in vars(error):
             return
         vars(error)["_is_in_events"] = True
         kind = type(error).__name__

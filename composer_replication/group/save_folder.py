@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ LOCK = "_replica_group.lock"
 class _Lock(NamedTuple):
     replica_id: str
     owner: object
-    descriptor: int
+    file: FileIO
 
 
 _held: dict[Path, _Lock] = {}
@@ -71,4 +71,4 @@ def release(owner: object) -> None:
     for folder, held in [*_held.items()]:
         if held.owner is owner:
             del _held[folder]
-            os.close(held.descriptor)
+            held.file.close()

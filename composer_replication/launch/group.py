@@ -67,7 +67,7 @@ class Group(History):
         for line in self._reader.read():
             try:
                 self.add(line)
-            except (AttributeError, TypeError, ValueError):
+            except (AttributeError, LookupError, TypeError, ValueError):
                 # It costs this group a line, and not the page that shows all groups.
                 self._num_odd += 1
         self.status = read_json(self._folder / STATUS) or self.status

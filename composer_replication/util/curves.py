@@ -21,29 +21,25 @@ class Curve:
 
     def __init__(self) -> None:
         self._every = 1
-        self._held: list[tuple[int, Any]] = []
-        self._newest: list[tuple[int, Any]] = []
+        self._points: list[tuple[int, Any]] = []
 
     @property
     def points(self) -> list[tuple[int, Any]]:
         """The points in their order: rows of a place and a value."""
-        return self._held[: MAX_POINTS - 1] + self._newest
+        return [*self._points]
 
     def add(self, at: int, value: Any) -> None:
         """Add the value at a place. It replaces those of this place and of later ones."""
-        if self._newest and self._newest[0][0] < at:
-            self._hold(*self._newest[0])
-        while self._held and self._held[-1][0] >= at:
-            self._held.pop()
-        self._newest = [(at, value)]
-
-    def _hold(self, at: int, value: Any) -> None:
-        if self._held and at < self._held[-1][0] + self._every:
-            return
-        self._held.append((at, value))
-        if len(self._held) >= MAX_POINTS:
-            self._held = self._held[::2]
-            self._every = self._held[-1][0] - self._held[-2][0]
+        points = self._points
+        while points and points[-1][0] >= at:
+            points.pop()
+        # The newest one until now stays if it is as far from the one before as all others.
+        if len(points) > 1 and points[-1][0] < points[-2][0] + self._every:
+            points.pop()
+        if len(points) == MAX_POINTS:
+            del points[1::2]
+            self._every = points[-1][0] - points[-2][0]
+        points.append((at, value))
 
 
 class Course:

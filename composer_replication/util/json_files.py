@@ -5,6 +5,7 @@ Imports neither torch nor Composer.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import functools
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakSet
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +78,6 @@ def replace_json(
         OSError: It cannot be written. The old content stays.
     """
     text = json.dumps(content, indent=indent) + "\n"
-    replace_text(path, text, survives_power_cut=survives_power_cut)
-
-
-def replace_text(path: Path, text: str, *, survives_power_cut: bool = False) -> None:
-    """Write a text file as ``replace_json`` writes JSON, in UTF-8.
-
-    Args:
-        path: The file. Its folder is made if it is missing.
-        text: What to write.
-        survives_power_cut: As for ``replace_json``.
-
-    Raises:
-        OSError: It cannot be written. The old content stays.
-    """
     replace_file(
         path, lambda file: file.write(text.encode()), survives_power_cut=survives_power_cut
     )
@@ -221,45 +209,17 @@ class JsonLineReader:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                content = _parse(line)
-                if content is None:
-                    self.num_damaged += 1
-                else:
+                try:
+                    content = json.loads(line)
+                except ValueError:
+                    content = None
+                if isinstance(content, dict):
                     yield content
+                else:
+                    self.num_damaged += 1
 
 
-def read_last_line(
-    path: Path, is_wanted: Callable[[dict[str, Any]], bool] = bool
-) -> dict[str, Any]:
-    """Read the last wanted line of a file of JSON lines; empty if there is none.
-
-    Args:
-        path: The file.
-        is_wanted: Tells whether a JSON object is wanted.
-
-    Raises:
-        OSError: The file exists and cannot be read.
-    """
-    if not path.exists():
-        return {}
-    with naming(path):
-        lines = path.read_bytes().split(b"\n")
-    for line in reversed(lines[:-1]):  # what follows the last newline is unfinished
-        content = _parse(line)
-        if content is not None and is_wanted(content):
-            return content
-    return {}
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        content = json.loads(line)
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def open_lock(folder: Path, name: str, fix: str, who: str = "") -> int:
+def open_lock(folder: Path, name: str, fix: str, who: str = "") -> FileIO:
     """Keep other processes, and other calls in this one, out of a folder.
 
     Args:
@@ -269,7 +229,7 @@ def open_lock(folder: Path, name: str, fix: str, who: str = "") -> int:
         who: What this process is, for the error that another one then gets.
 
     Returns:
-        A file descriptor. The lock ends when it is closed, or with this process, however it ends.
+        A file. The lock ends when it is closed, or with this process, however it ends.
 
     Raises:
         ValueError: Another process holds the lock.
@@ -277,36 +237,35 @@ def open_lock(folder: Path, name: str, fix: str, who: str = "") -> int:
     path = folder / name
     # In a child process that outlives this one the lock would stay. Python opens files so that
     # programs which it starts do not inherit them; a forked child, as a loader's worker, does.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    file = path.open("ab+", buffering=0)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        owner = os.read(descriptor, 300).decode(errors="replace") or "?"
-        os.close(descriptor)
+        file.seek(0)
+        owner = file.read(300).decode(errors="replace") or "?"
+        file.close()
         raise ValueError(
             f"{folder} is in use by process {owner}: wait for its end, end it, or {fix}"
         ) from error
     except OSError as error:  # a network file system without locks
         log.warning("Cannot lock %s (%s): start no other process in its folder", path, error)
     with contextlib.suppress(OSError):  # a full disk: the process id is only for the error above
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()} on {socket.gethostname()}{who}".encode())
-    _locks[path] = descriptor
-    return descriptor
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}{who}".encode())
+    _locks.add(file)
+    return file
 
 
-_locks: dict[Path, int] = {}
-"""The newest descriptor of each lock, which may have been closed since."""
+_locks: WeakSet[FileIO] = WeakSet()
 
 
 def _close_locks() -> None:
-    for path, descriptor in _locks.items():
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(descriptor), path.stat()):
-                os.close(descriptor)
+    for file in _locks:
+        file.close()
 
 
 os.register_at_fork(after_in_child=_close_locks)
+atexit.register(_close_locks)  # Python would warn of files that are open at its end
 
 
 hold_lock = functools.cache(open_lock)

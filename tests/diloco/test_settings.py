@@ -9,7 +9,7 @@ import yaml
 from golden.runs import rows
 
 from composer_replication.arguments import in_yaml
-from composer_replication.settings import MAX_ROWS, DiLoCoSettings, value_at
+from composer_replication.settings import MAX_ROWS, DiLoCoSettings
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -203,4 +203,5 @@ def test_equal_schedules_are_equal_however_they_are_written():
     assert one == DiLoCoSettings(schedule=(dict(reversed(row.items())),))
     assert DiLoCoSettings(schedule=[]) == DiLoCoSettings(schedule=())
     assert one.fingerprint()["schedule"] == [row]
-    assert [value_at(one.schedule, "outer_lr", n, 0.7) for n in (1, 3, 4, 5)] == [0.7, 0.7, 1, 1]
+    rates = [one.outer_numbers_at(step)[0] for step in (1, 3, 4, 5)]
+    assert rates == [0.7, 0.7, 1, 1]

@@ -17,7 +17,6 @@ from composer_replication.util.json_files import (
     JsonLineReader,
     JsonLineWriter,
     read_json,
-    read_last_line,
     replace_file,
     replace_json,
 )
@@ -84,25 +83,6 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path, damage, num_damaged):
     path.write_bytes(WHOLE + damage)
     reader = JsonLineReader(path)
     assert list(reader.read()) == [{"a": 1}] and reader.num_damaged == num_damaged
-    assert read_last_line(path) == {"a": 1}
-
-
-@pytest.mark.parametrize("num_bytes", [10, 2**14, 2**16 + 1, 10**6])
-def test_the_last_line_is_found_however_long_it_or_the_damage_after_it_is(tmp_path, num_bytes):
-    path = tmp_path / "lines.jsonl"
-    line = {"a": "x" * num_bytes}
-    path.write_bytes(WHOLE + json.dumps(line).encode() + b"\n")
-    assert read_last_line(path) == line
-    path.write_bytes(WHOLE + bytes(num_bytes) + b"\n")
-    assert read_last_line(path) == {"a": 1}
-
-
-def test_a_file_without_a_readable_line_has_no_last_line(tmp_path):
-    path = tmp_path / "lines.jsonl"
-    assert read_last_line(path) == {}
-    for content in (b"", b"{", bytes(10), b"\n\n"):
-        path.write_bytes(content)
-        assert read_last_line(path) == {}
 
 
 @pytest.mark.parametrize("content", [b"", b'{"phase": "tr', bytes(40), b"[]", b"\xff", b"7"])
