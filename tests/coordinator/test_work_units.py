@@ -139,7 +139,7 @@ def test_a_damaged_lease_is_skipped_with_a_warning(units, a, b, database, caplog
     assert units.lease(b, 1, 0).unit == unit_order(0)[3]
 
 
-@pytest.mark.parametrize("damage", ["position = 'x'", "in_part = -1", "at_lease = 0.5"])
+@pytest.mark.parametrize("damage", ["position = 'x'", "in_part = -1", "samples = 0.5"])
 def test_a_damaged_stream_is_as_if_it_were_not_there(units, a, b, database, caplog, damage):
     for stream in (a, b):
         units.lease(stream, 0, 0)
@@ -150,6 +150,22 @@ def test_a_damaged_stream_is_as_if_it_were_not_there(units, a, b, database, capl
     assert not units.lease(a, 1, 0).is_open
     units.rewind({})
     assert counts(units)[0] == 0
+
+
+def test_a_file_of_schema_version_2_is_read_on(units, a, b, database, path):
+    lease_all(units, a)
+    units.commit({a: (8, 8)})
+    with database.transaction() as cursor:
+        cursor.execute("ALTER TABLE streams ADD COLUMN at_lease INTEGER NOT NULL DEFAULT 0")
+        cursor.execute("PRAGMA user_version = 2")
+    database.close()
+    again = Database(path)
+    units = WorkUnits(again)
+    units.commit({a: (9, 9)})
+    units.close(a)
+    assert counts(units) == (9, 0, 14)
+    assert units.lease(b, 0, 0).stop
+    again.close()
 
 
 def test_damaged_epochs_and_datasets_are_reported(units, a, database):
