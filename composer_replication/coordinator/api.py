@@ -16,7 +16,7 @@ from fastapi.security import HTTPBearer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from composer_replication import __version__
-from composer_replication.coordinator.admission import Admission, address_of
+from composer_replication.coordinator.admission import Admission, address_of, ascii_of
 from composer_replication.coordinator.database import RejectedError, StorageError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.page import page_html, shown_settings, with_record
@@ -411,5 +411,4 @@ async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:
     del request
     assert isinstance(error, RequestValidationError), "this handler is registered for it"
     text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-    # The name of an unknown field comes from the request, so it may hold any characters.
-    return JSONResponse({"detail": text.encode("ascii", "backslashreplace").decode()[:500]}, 422)
+    return JSONResponse({"detail": ascii_of(text)}, 422)

@@ -17,7 +17,7 @@ from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
@@ -125,8 +125,7 @@ class Coordinator:
             store_settings(database, events, settings, source, all_start)
             versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
             registry = Registry(database, events, versions, heartbeat_timeout_s)
-            service = HttpService(bind, ssl_certfile, given["ssl_keyfile"])
-            self._http = opened.enter_context(closing(service))
+            listening = opened.enter_context(Listener(bind))
             lighthouse = _start_lighthouse_beside(
                 bind, given["straggler_timeout_s"], given["lighthouse_heartbeat_ms"]
             )
@@ -135,7 +134,8 @@ class Coordinator:
             host, is_guessed = _reachable_as(bind, hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
-            self.address = f"{'https' if ssl_certfile else 'http'}://{host}:{self._http.port}"
+            scheme = "https" if ssl_certfile else "http"
+            self.address = f"{scheme}://{host}:{listening.getsockname()[1]}"
             info = RunInfo(
                 settings=settings,
                 settings_source=source,
@@ -161,7 +161,8 @@ class Coordinator:
                 tokens=tokens,
                 hosts=None if tokens else _loopback_names(bind, hostname),
             )
-            self._http.start(app)
+            self._http = HttpService(app, listening, ssl_certfile, given["ssl_keyfile"])
+            opened.callback(self._http.close)
             self._open = opened.pop_all()
         self._registry = registry
         self._state_dir = state_dir

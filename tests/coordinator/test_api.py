@@ -21,7 +21,7 @@ from schemathesis.checks import not_a_server_error
 from composer_replication.coordinator.api import RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.server import store_settings
 from composer_replication.coordinator.streams import Streams
@@ -391,8 +391,7 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
     """Also when as many other requests wait for it as there are threads."""
     client, database = make(tmp_path, clock)
     register(client)
-    service = HttpService("127.0.0.1:0")
-    service.start(client.app)
+    service = HttpService(client.app, Listener("127.0.0.1:0"))
     address = f"http://127.0.0.1:{service.port}/v1"
     request = {"headers": client.headers, "timeout": 20, "trust_env": False}
     with ThreadPoolExecutor(60) as pool:

@@ -19,7 +19,7 @@ from composer_replication.coordinator.client import (
     CoordinatorAwayError,
     CoordinatorClient,
 )
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.membership import Membership
 from composer_replication.coordinator.wire_types import CommitReport, RunInfo, digests_of
 from composer_replication.options import ReplicaOptions
@@ -57,13 +57,10 @@ class Service:
         """The path that is answered at the end of the test."""
         self.requests: list[tuple[float, str, dict]] = []
         """When, where and what each one was."""
-        self.http = HttpService("127.0.0.1:0")
-        self.http.start(self)
+        self.http = HttpService(self, Listener("127.0.0.1:0"))
         self.address = f"http://127.0.0.1:{self.http.port}"
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return
         path, body = scope["path"], (await receive())["body"]
         self.requests.append((time.monotonic(), path, json.loads(body or "{}")))
         if path == self.hangs:
