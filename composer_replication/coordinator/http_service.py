@@ -11,6 +11,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from composer_replication import __version__
+from composer_replication.coordinator.wire_types import SIGN
 from composer_replication.util.connections import Strangers
 
 BACKLOG = 4096
@@ -118,6 +120,7 @@ class HttpService:
             timeout_keep_alive=10,
             # A line for every request, or for every malformed one, would hide our own log lines.
             log_level="error",
+            headers=[(SIGN, __version__)],
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
         )

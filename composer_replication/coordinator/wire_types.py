@@ -20,6 +20,9 @@ from composer_replication.settings import (
     differing,
 )
 
+SIGN = "X-Composer-Replication"
+"""The header that every answer of the coordinator has, and no proxy's or other service's."""
+
 
 def digests_of(section: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each value in a section of a config, which may be a secret."""
