@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
@@ -25,11 +24,8 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
-from composer_replication.util.connections import RateLimitedCount
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import finite
-
-log = logging.getLogger(__name__)
 
 # ---- the bodies of requests ------------------------------------------------------------------
 
@@ -116,10 +112,6 @@ class WithLedger(StrictBody):
     """
 
     ledger: Annotated[list[tuple[Count, Count, Count]], AfterValidator(_possible)]
-
-    def entries(self) -> dict[int, tuple[int, int]]:
-        """The samples in the model, and in some part of it, by the number of the stream."""
-        return {stream: (position, in_part) for stream, position, in_part in self.ledger}
 
 
 class DatasetRequest(StrictBody):
@@ -213,13 +205,11 @@ class RunData:
 
     def status(self) -> dict[str, Any]:
         """What this service knows about the run. Groups read it too."""
-        replicas = self.registry.replicas()
         run = self.info_for()
         del run["model_section"]  # the page may be sent to others
         return run | {
             "time": time.time(),
-            "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
-            "replicas": replicas,
+            "replicas": self.registry.replicas(),
             "losses": self.registry.heartbeats.losses(),
             "agreement": self.registry.heartbeats.agreement(),
             "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
@@ -298,19 +288,17 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
 
 def _add_groups(v1: APIRouter, run: RunData) -> None:
     registry, streams = run.registry, run.streams
-    failures = RateLimitedCount()
+    store = fence("the newest outer step to a coordinator that starts again")
+    store_outer_step = store(streams.store_outer_step)
 
     @v1.post("/replicas", status_code=201)
     def register(request: Request, registration: Registration) -> dict[str, str]:
         """Register a replica group. A repeated request with the same session is answered again."""
-        about = {"host": registration.host, "world_size": registration.world_size}
-        versions = registration.model_dump(include=set(registry.versions))
         replica_id = registration.replica_id
         group = f"replica group {replica_id}"
         source = f"from {registration.host} ({address_of(request.scope)})"
         with run.events.refusals(f"{group}, {source},"):
-            model = registration.model, registration.tensors
-            registry.register(replica_id, registration.session, about, versions, *model)
+            registry.register(**registration.model_dump())
         run.events.try_to_add(f"{group} has connected {source}")
         return {"replica_id": replica_id}
 
@@ -324,20 +312,8 @@ def _add_groups(v1: APIRouter, run: RunData) -> None:
         progress = beat.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, beat.session, progress)
         if streams.observe_outer_step(beat.outer_step or 0):
-            afterwards.add_task(store_outer_step, beat.outer_step or 0)
+            afterwards.add_task(store_outer_step)
         return {"replica_id": replica_id}
-
-    def store_outer_step(outer_step: int) -> None:
-        try:
-            streams.store_outer_step(outer_step)
-        except StorageError as error:
-            if (count := failures.count()) is not None:
-                log.warning(
-                    "Cannot store outer step %d (%d times since the last such line): %s",
-                    outer_step,
-                    count,
-                    error,
-                )
 
     @v1.delete("/replicas/{replica_id}")
     def leave(replica_id: GroupName, session: Name) -> dict[str, str]:
@@ -379,21 +355,19 @@ def _add_samples(v1: APIRouter, run: RunData) -> None:
     @v1.post("/streams/{stream}/release")
     def release(stream: Count, request: WithLedger) -> dict[str, list[int]]:
         """Close a stream. Its samples that are not in the model become available."""
-        return {"unknown": streams.release(stream, request.entries())}
+        return {"unknown": streams.release(stream, request.ledger)}
 
     @v1.post("/commits")
     def commit(report: CommitReport) -> dict[str, list[int]]:
         """Record a sync. A report may be repeated and may be late."""
-        present = set(report.present)
-        lost = streams.commit(report.outer_step, report.entries(), present, report.age_s)
-        return {"unknown": lost}
+        return {"unknown": streams.commit(**report.model_dump())}
 
     @v1.post("/rewind")
     def rewind(request: Request, body: RewindRequest) -> dict[str, int]:
         """Continue the run from a checkpoint, and undo what came after it."""
         source = f"from {address_of(request.scope)},"
         with run.events.refusals(f"a resume at outer step {body.outer_step}, {source}"):
-            streams.rewind(body.outer_step, body.entries())
+            streams.rewind(**body.model_dump())
         return {"outer_step": body.outer_step}
 
 

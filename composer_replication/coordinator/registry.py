@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from composer_replication.coordinator.database import Database, RejectedError
@@ -43,7 +42,7 @@ class Incarnation:
     session: str
     registered_at: float
     last_seen: float
-    progress: dict[str, Any] | None = None
+    progress: Mapping[str, Any] | None = None
     left_at: float | None = None
 
 
@@ -102,10 +101,12 @@ class Registry:
         self,
         replica_id: str,
         session: str,
-        about: Mapping[str, Any],
-        versions: Mapping[str, str],
+        *,
         model: str,
-        tensors: Mapping[str, str] = MappingProxyType({}),
+        tensors: Mapping[str, str],
+        host: str,
+        world_size: int,
+        **versions: str,
     ) -> None:
         """Register a replica group. The first group determines the model of the run.
 
@@ -113,10 +114,11 @@ class Registry:
             replica_id: Name of the group.
             session: Random name of the incarnation. A repeated call with the same one changes
                 nothing.
-            about: Host and world size.
-            versions: Versions that the group runs on.
             model: Fingerprint of the tensors that it synchronizes.
             tensors: Their shapes and dtypes by name, for the message.
+            host: Where the group runs.
+            world_size: Its ranks.
+            **versions: Versions that the group runs on.
 
         Raises:
             DuplicateError: A live group has the name.
@@ -146,7 +148,7 @@ class Registry:
                 "INSERT INTO replicas VALUES (?, ?, ?, 1) ON CONFLICT (replica_id) DO UPDATE SET"
                 " registrations = registrations + (session != excluded.session),"
                 " session = excluded.session, about = excluded.about",
-                (replica_id, session, json.dumps(dict(about))),
+                (replica_id, session, json.dumps({"host": host, "world_size": world_size})),
             )
         self._tensors = tensors
         with self._lock:  # from here on requests of the previous session are rejected
@@ -164,7 +166,7 @@ class Registry:
         with self._lock:
             since = self._registered(replica_id, session).registered_at
             now = self.clock()
-            self._incarnations[replica_id] = Incarnation(session, since, now, dict(progress))
+            self._incarnations[replica_id] = Incarnation(session, since, now, progress)
         self.heartbeats.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
@@ -217,7 +219,7 @@ class Registry:
             session: The session of the incarnation.
         """
         incarnation = self._of(replica_id)
-        if replica_id in self._incarnations and incarnation.session != session:
+        if incarnation.session != session:
             return End(incarnation.registered_at)
         if incarnation.left_at is not None:
             return End(incarnation.left_at)
@@ -232,7 +234,8 @@ class Registry:
         )
         groups = []
         for replica_id, about, registrations in rows:
-            incarnation, progress = self._of(replica_id), self._of(replica_id).progress
+            incarnation = self._of(replica_id)
+            progress = incarnation.progress
             seen = None if progress is None else round(self.clock() - incarnation.last_seen, 1)
             groups.append(
                 {"replica_id": replica_id, "registrations": registrations}

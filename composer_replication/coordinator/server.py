@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
 from composer_replication import __version__
-from composer_replication.arguments import check_names, defaults_of, shows
+from composer_replication.arguments import among, check_names, defaults_of, shows
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
@@ -28,7 +28,7 @@ from composer_replication.replica.lighthouse import (
     LastingServer,
     start_lighthouse,
 )
-from composer_replication.settings import DiLoCoSettings, differing
+from composer_replication.settings import DiLoCoSettings, SettingKeywords, differing
 from composer_replication.util.connections import raise_file_limit
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import open_lock, replace_json
@@ -164,7 +164,6 @@ class Coordinator:
             self._http = HttpService(app, listening, ssl_certfile, given["ssl_keyfile"])
             opened.callback(self._http.close)
             self._open = opened.pop_all()
-        self._registry = registry
         self._state_dir = state_dir
 
     @property
@@ -174,7 +173,7 @@ class Coordinator:
 
     def group_has_ended(self, replica_id: int | str) -> None:
         """Free the name of a group whose processes have ended, so that it can restart at once."""
-        self._registry.end(str(replica_id))
+        self._run.registry.end(str(replica_id))
 
     def shutdown(self) -> None:
         """Stop the service and the lighthouse. What the service has answered is on the disk.
@@ -290,5 +289,4 @@ def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:
 
 def _of_this_version(stored: dict[str, Any]) -> dict[str, Any]:
     """Settings that another version has stored: without those that are gone, with new defaults."""
-    known = _as_stored(DiLoCoSettings())
-    return known | {name: value for name, value in stored.items() if name in known}
+    return _as_stored(DiLoCoSettings()) | among(stored, SettingKeywords)
