@@ -139,6 +139,11 @@ class DatasetSpec:
     unit_size: int
     shuffle: bool = True
 
+    @property
+    def num_units(self) -> int:
+        """The number of units."""
+        return -(-self.length // self.unit_size)
+
     def size_of(self, unit: int) -> int:
         """Number of samples in a unit: the last one may be shorter."""
         return min(self.unit_size, self.length - unit * self.unit_size)

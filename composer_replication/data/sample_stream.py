@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import IterableDataset, Subset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
 from composer_replication.diloco.equal_samples import digest_of_samples
@@ -130,14 +131,13 @@ class FixedShards:
     """
 
     def __init__(self, dataset: DatasetSpec, replica_rank: int, num_replicas: int) -> None:
-        num_units = -(-dataset.length // dataset.unit_size)
-        if num_units < num_replicas:
+        if dataset.num_units < num_replicas:
             raise ValueError(
                 f"{dataset.length} samples in units of unit_size={dataset.unit_size} are "
-                f"{num_units} units for num_replicas={num_replicas} groups: use a unit_size "
-                f"of at most {max(1, dataset.length // num_replicas)}"
+                f"{dataset.num_units} units for num_replicas={num_replicas} groups: use a "
+                f"unit_size of at most {max(1, dataset.length // num_replicas)}"
             )
-        self._leases = _leases(dataset, num_units, slice(replica_rank, None, num_replicas))
+        self._leases = _leases(dataset, slice(replica_rank, None, num_replicas))
         self._newest = next(self._leases)
 
     def lease(self, number: int, epoch: int) -> Lease:
@@ -148,11 +148,11 @@ class FixedShards:
         return self._newest
 
 
-def _leases(dataset: DatasetSpec, num_units: int, shard: slice) -> Iterator[Lease]:
+def _leases(dataset: DatasetSpec, shard: slice) -> Iterator[Lease]:
     number = 0
     samples = 0
     for epoch in itertools.count():
-        order = shuffled(num_units, f"{dataset.seed} {epoch}")
+        order = shuffled(dataset.num_units, f"{dataset.seed} {epoch}")
         for unit in order[shard]:
             size = dataset.size_of(unit)
             yield Lease(number, epoch, unit, 0, size, samples)
@@ -191,13 +191,8 @@ def replica_shard(dataset: Any) -> Any:
             dataset can only be iterated and is not one of ``datasets``.
     """
     options = ReplicaOptions().with_environment()
-    name = replica_id_of(options)
     count = options.num_replicas or 1
-    if not name.isdecimal() or int(name) >= count:
-        raise ValueError(
-            f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "
-            f"number the {count} groups 0 to {count - 1}"
-        )
+    number = shard_of(replica_id_of(options), count)
     _divided.append(dataset)
     if isinstance(dataset, IterableDataset):
         if not hasattr(dataset, "shard"):
@@ -220,9 +215,9 @@ def replica_shard(dataset: Any) -> Any:
                     "which needs datasets 5.1 or newer to divide it: upgrade it, or give "
                     "replica_shard the stream as it was loaded"
                 )
-        return split_dataset_by_node(dataset, int(name), count, **how)
+        return split_dataset_by_node(dataset, number, count, **how)
     # Each group gets the same number of samples.
-    own = range(int(name), len(dataset) - len(dataset) % count, count)
+    own = range(number, len(dataset) - len(dataset) % count, count)
     return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
 
 
@@ -265,10 +260,24 @@ def _order_of(dataset: Any) -> str:
     if isinstance(dataset, IterableDataset):  # reading it may take long: how it is shuffled
         parts = _parts_of(dataset)
         return digest_of_samples([part.generator for part in parts if hasattr(part, "generator")])
-    last = len(dataset) - 1
     with contextlib.suppress(Exception):  # what cannot be read fails where it is trained on
-        numbers = sorted({0, last // 2, last})
-        first = digest_of_samples([last, *map(dataset.__getitem__, numbers)])
-        again = digest_of_samples([last, *map(dataset.__getitem__, numbers)])
-        return first if first == again else ""
+        if content := content_of(dataset, len(dataset)):
+            return f"{len(dataset)} {content}"
     return ""
+
+
+def content_of(dataset: Any, length: int, num_workers: int = 0) -> str:
+    """A digest of three samples; empty if they differ when they are read again.
+
+    They are read where training reads them, since a dataset may open its files in a worker.
+    """
+    picked = [0, length // 2, length - 1]
+    first, again = DataLoader(
+        dataset,
+        batch_size=len(picked),
+        sampler=picked * 2,
+        collate_fn=digest_of_samples,
+        num_workers=min(num_workers, 1),
+        generator=torch.Generator(),
+    )
+    return first[:16] if first == again else ""
