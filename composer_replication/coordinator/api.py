@@ -240,9 +240,7 @@ def create_app(
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
     """
-    errors: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorBody} for code in (401, 404, 409, 410, 413, 422, 507)
-    }
+    errors: dict[int | str, dict[str, Any]] = dict.fromkeys(("4XX", 507), {"model": ErrorBody})
     # No /docs: its script comes from a CDN and would run on a page where people type the token.
     app = FastAPI(
         title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None

@@ -171,9 +171,8 @@ class CoordinatorClient:
                 way round.
         """
         answer = self.ask("GET", "/v1/info")
-        answer["settings"] = self._settings_of(answer["settings"])
-        known = {field.name for field in dataclasses.fields(RunInfo)}
-        return RunInfo(**{name: value for name, value in answer.items() if name in known})
+        answer["settings"] = self._made(DiLoCoSettings, answer["settings"])
+        return self._made(RunInfo, answer)
 
     def register(self, registration: Mapping[str, Any]) -> None:
         """Register this group under its id, with its model, ranks and address."""
@@ -247,8 +246,8 @@ class CoordinatorClient:
         """Report that the run continues from a checkpoint's model."""
         self.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
-    def _settings_of(self, values: Mapping[str, Any]) -> DiLoCoSettings:
-        known = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+    def _made(self, kind: type[Any], values: Mapping[str, Any]) -> Any:
+        known = {field.name for field in dataclasses.fields(kind)}
         odd = sorted(known ^ values.keys())
         if odd:
             lacks = [name for name in odd if name in known]
@@ -257,7 +256,7 @@ class CoordinatorClient:
                 f"the coordinator at {self.address} {what}: run the same version of "
                 "composer-replication there and here"
             )
-        return DiLoCoSettings(**values)
+        return kind(**values)
 
 
 def _described(response: httpx.Response) -> str:

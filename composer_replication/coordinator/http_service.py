@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ ACCEPTED_AT_ONCE = 16
 
 MOST_CONNECTIONS = 400
 """How many may be open. It is above what the groups have; they connect again after a close."""
+
+KEEP_UP_EVERY_S = 2
+"""How often what is beside the service is looked after, in seconds."""
 
 
 class Listener(socket.socket):
@@ -89,6 +93,7 @@ class HttpService:
     Args:
         app: An ASGI application.
         listening: Where to listen.
+        keep_up: Is called every ``KEEP_UP_EVERY_S``, on the thread of the service.
         ssl_certfile: The certificate for HTTPS (PEM), with the intermediate ones. None: plain HTTP.
         ssl_keyfile: Its private key.
 
@@ -104,6 +109,7 @@ class HttpService:
         self,
         app: Any,
         listening: Listener,
+        keep_up: Callable[[], Awaitable[None]] | None = None,
         ssl_certfile: Path | None = None,
         ssl_keyfile: Path | None = None,
     ) -> None:
@@ -120,6 +126,8 @@ class HttpService:
             timeout_keep_alive=10,
             # A line for every request, or for every malformed one, would hide our own log lines.
             log_level="error",
+            callback_notify=keep_up,
+            timeout_notify=KEEP_UP_EVERY_S,
             headers=[(SIGN, __version__)],
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,

@@ -1,10 +1,10 @@
 """Runs the coordinator and its lighthouse, in a process of their own or inside the launcher's."""
 
+import asyncio
 import json
 import os
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from importlib.metadata import version
@@ -38,9 +38,6 @@ STATE = "coordinator.sqlite"
 
 LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
-
-LOOK_EVERY_S = 2.0
-"""How often the coordinator tries whether its lighthouse accepts connections, in seconds."""
 
 
 class ServiceKeywords(TypedDict, total=False):
@@ -130,7 +127,6 @@ class Coordinator:
                 bind, given["straggler_timeout_s"], given["lighthouse_heartbeat_ms"]
             )
             opened.callback(lighthouse.shutdown)
-            opened.callback(_keep_up(lighthouse))
             host, is_guessed = _reachable_as(bind, hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
@@ -161,7 +157,12 @@ class Coordinator:
                 tokens=tokens,
                 hosts=None if tokens else _loopback_names(bind, hostname),
             )
-            self._http = HttpService(app, listening, ssl_certfile, given["ssl_keyfile"])
+
+            async def keep_up() -> None:
+                with fence("whether the lighthouse answers"):
+                    await asyncio.to_thread(lighthouse.restart_if_it_refuses, "The lighthouse")
+
+            self._http = HttpService(app, listening, keep_up, ssl_certfile, given["ssl_keyfile"])
             opened.callback(self._http.close)
             self._open = opened.pop_all()
         self._state_dir = state_dir
@@ -202,25 +203,6 @@ def _start_lighthouse_beside(
         raise OSError(
             f"--bind {bind}: {error}. The lighthouse uses the next port: choose another one"
         ) from error
-
-
-def _keep_up(lighthouse: LastingServer) -> Callable[[], None]:
-    """Start the lighthouse again when it has stopped accepting; return what ends the watch."""
-    closing = threading.Event()
-
-    def watch() -> None:
-        while not closing.wait(LOOK_EVERY_S):
-            with fence("whether the lighthouse answers"):
-                lighthouse.restart_if_it_refuses("The lighthouse")
-
-    thread = threading.Thread(target=watch, name="lighthouse", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        closing.set()
-        thread.join()
-
-    return end
 
 
 def _reachable_as(bind: str, hostname: str | None) -> tuple[str, bool]:

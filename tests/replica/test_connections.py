@@ -91,7 +91,7 @@ def certificate(tmp_path_factory):
 @contextlib.contextmanager
 def coordinator(certificate=None):
     files = () if certificate is None else (certificate / "cert.pem", certificate / "key.pem")
-    service = HttpService(application, Listener("127.0.0.1:0"), *files)
+    service = HttpService(application, Listener("127.0.0.1:0"), None, *files)
     with pytest.MonkeyPatch.context() as patch:
         if certificate is not None:
             patch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
