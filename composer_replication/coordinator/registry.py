@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -87,15 +86,11 @@ class Registry:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.clock = clock
         began = clock()
-        # Heartbeats use memory alone, under a lock that nobody holds during a transaction. Under
-        # the database's lock, heartbeats would wait for a slow disk, and all groups would look
-        # dead.
-        self._lock = threading.Lock()
         self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
         self.heartbeats = Heartbeats()
         rows = database.read("SELECT replica_id, session FROM replicas")
         self._incarnations = {id: Incarnation(session, began, began) for id, session in rows}
-        self._unknown = Incarnation("", began, began)
+        self._unknown = Incarnation("", began, began, left_at=began)
 
     def register(
         self,
@@ -130,9 +125,9 @@ class Registry:
                     f"this group has {name} {theirs}, the run has {own}: install the same version"
                 )
         with self._database.transaction() as cursor:  # one registration at a time
-            known = self._incarnations.get(replica_id)
-            is_new = known is None or known.session != session
-            if known is not None and is_new and self.is_alive(replica_id):
+            known = self._of(replica_id)
+            is_new = known.session != session
+            if is_new and self.is_alive(replica_id):
                 raise DuplicateError(
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
@@ -151,11 +146,10 @@ class Registry:
                 (replica_id, session, json.dumps({"host": host, "world_size": world_size})),
             )
         self._tensors = tensors
-        with self._lock:  # from here on requests of the previous session are rejected
-            now = self.clock()
-            since = now if known is None or is_new else known.registered_at
-            joining = {"phase": "joining"}
-            self._incarnations[replica_id] = Incarnation(session, since, now, joining)
+        now = self.clock()
+        since = now if is_new else known.registered_at
+        # From here on requests of the previous session are rejected.
+        self._incarnations[replica_id] = Incarnation(session, since, now, {"phase": "joining"})
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
         """Record that a group is alive, and its heartbeat's fields. It never waits for the disk.
@@ -163,10 +157,12 @@ class Registry:
         Raises:
             OutdatedError: Another session has registered under the name.
         """
-        with self._lock:
-            since = self._registered(replica_id, session).registered_at
-            now = self.clock()
-            self._incarnations[replica_id] = Incarnation(session, since, now, progress)
+        # Without the database's lock, for which it would wait while the disk is slow, until all
+        # groups looked dead. A registration that comes meanwhile replaces the whole object.
+        incarnation = self._registered(replica_id, session)
+        incarnation.last_seen = self.clock()
+        incarnation.progress = progress
+        incarnation.left_at = None
         self.heartbeats.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
@@ -174,9 +170,8 @@ class Registry:
 
         The caller is the launcher that started the group.
         """
-        with self._lock:
-            if replica_id in self._incarnations:
-                self._incarnations[replica_id].left_at = self.clock()
+        if replica_id in self._incarnations:
+            self._incarnations[replica_id].left_at = self.clock()
 
     def leave(self, replica_id: str, session: str) -> None:
         """Record that a group has finished.
@@ -184,10 +179,9 @@ class Registry:
         Raises:
             OutdatedError: Another session has registered under the name.
         """
-        with self._lock:
-            incarnation = self._registered(replica_id, session)
-            incarnation.left_at = self.clock()
-            incarnation.progress = {**(incarnation.progress or {}), "phase": "finished"}
+        incarnation = self._registered(replica_id, session)
+        incarnation.left_at = self.clock()
+        incarnation.progress = {**(incarnation.progress or {}), "phase": "finished"}
         self._events.add(f"replica group {replica_id} has left")
 
     def _registered(self, replica_id: str, session: str) -> Incarnation:
