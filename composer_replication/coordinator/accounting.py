@@ -15,7 +15,7 @@ import sqlite3
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain, starmap, takewhile
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -67,9 +67,12 @@ def grant(cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, epoch:
         StorageError: The epoch's row is damaged, or NumPy shuffles it differently than before.
         StreamClosed: A lease of this number exists, so the stream's row is damaged.
     """
-    epoch_row = _find_or_begin_epoch(cursor, dataset, epoch)
-    nothing = ReturnedRow(epoch_row.key, NO_PLACE, 0, 0)
-    samples = _remove_first_available(cursor, dataset, epoch) or nothing
+    _, crc = unit_order(dataset.seed, epoch, dataset.num_units)
+    cursor.execute(
+        "INSERT OR IGNORE INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)",
+        (dataset.key, epoch, crc),
+    )
+    samples = _remove_first_available(cursor, dataset, epoch)
     size = samples.stop - samples.start
     row = LeaseRow(holder.key, holder.leases, *samples, stream_start=holder.samples)
     try:
@@ -95,46 +98,42 @@ def read_lease(
     for row in list(read_rows(cursor, LeaseRow, "stream = ? AND number = ?", holder.key, number)):
         for epoch in read_rows(cursor, EpochRow, "key = ?", row.epoch):
             if row.place < dataset.num_units:
-                unit = int(_order(dataset, epoch)[row.place]) if row.stop else 0
+                unit = _unit_at(row.place, dataset, epoch) if row.stop else 0
                 return Lease(number, epoch.epoch, unit, row.start, row.stop, row.stream_start)
     raise StreamClosed(_DAMAGED.format(number, holder.key))
 
 
-def _find_or_begin_epoch(cursor: sqlite3.Cursor, dataset: DatasetRow, epoch: int) -> EpochRow:
-    """Read the row of an epoch, and add it if the epoch has not begun."""
-    _, crc = unit_order(dataset.seed, epoch, dataset.num_units)
-    cursor.execute(
-        "INSERT OR IGNORE INTO epochs (dataset, epoch, order_crc) VALUES (?, ?, ?)",
-        (dataset.key, epoch, crc),
-    )
-    for row in read_rows(cursor, EpochRow, "dataset = ? AND epoch = ?", dataset.key, epoch):
-        return row
-    raise StorageError(
-        f"Epoch {epoch} of dataset {dataset.dataset_id!r} is damaged in the coordinator's "
-        "database: restore a copy of the file, or start with another state folder."
-    )
-
-
 def _remove_first_available(
     cursor: sqlite3.Cursor, dataset: DatasetRow, last_epoch: int
-) -> ReturnedRow | None:
-    """Remove the first available samples of the earliest epoch that has any, and return them."""
-    which = "dataset = ? AND epoch <= ? AND done + leased < ? ORDER BY epoch"
-    for epoch in list(read_rows(cursor, EpochRow, which, dataset.key, last_epoch, dataset.length)):
+) -> ReturnedRow:
+    """Remove the first available samples of the earliest epoch that has any, and return them.
+
+    They are none of the last epoch if no epoch has any.
+    """
+    which = "dataset = ? AND epoch <= ? AND (done + leased < ? OR epoch = ?) ORDER BY epoch"
+    limits = dataset.key, last_epoch, dataset.length, last_epoch
+    epochs = list(read_rows(cursor, EpochRow, which, *limits))
+    for epoch in epochs:
         # Returned samples are of units that were issued, so they come before all other units.
         returned = read_rows(cursor, ReturnedRow, "epoch = ? ORDER BY place, start", epoch.key)
         if (samples := next(returned, None)) is not None:
             of_row = "epoch = ? AND place = ? AND start = ?"
             cursor.execute(f"DELETE FROM returned WHERE {of_row}", samples[:3])
             return samples
-        if (rank := epoch.issued) < dataset.num_units:
+        if (place := epoch.issued) < dataset.num_units:
             cursor.execute("UPDATE epochs SET issued = issued + 1 WHERE key = ?", (epoch.key,))
-            first = int(_order(dataset, epoch)[rank]) * dataset.unit_size
-            return ReturnedRow(epoch.key, rank, 0, min(dataset.unit_size, dataset.length - first))
-    return None
+            rest = dataset.length - _unit_at(place, dataset, epoch) * dataset.unit_size
+            return ReturnedRow(epoch.key, place, 0, min(dataset.unit_size, rest))
+    if not epochs or epochs[-1].epoch < last_epoch:
+        raise StorageError(
+            f"Epoch {last_epoch} of dataset {dataset.dataset_id!r} is damaged in the "
+            "coordinator's database: restore a copy of the file, or start with another state "
+            "folder."
+        )
+    return ReturnedRow(epochs[-1].key, NO_PLACE, 0, 0)
 
 
-def _order(dataset: DatasetRow, epoch: EpochRow) -> np.ndarray:
+def _unit_at(place: int, dataset: DatasetRow, epoch: EpochRow) -> int:
     order, crc = unit_order(dataset.seed, epoch.epoch, dataset.num_units)
     if crc != epoch.order_crc:
         raise StorageError(
@@ -142,13 +141,10 @@ def _order(dataset: DatasetRow, epoch: EpochRow) -> np.ndarray:
             f"{dataset.dataset_id!r} differently than when it began: run the coordinator with "
             "the NumPy version that it had then."
         )
-    return order
+    return int(order[place])
 
 
 # ---- ranges and counts ------------------------------------------------------------------------
-
-Holder = tuple[LeaseRow, StreamRow]
-"""A lease of a unit, and the stream that it is in."""
 
 
 def update_stream(cursor: sqlite3.Cursor, stream: StreamRow, **changes: Any) -> int:
@@ -196,15 +192,19 @@ def _recount_unit(cursor: sqlite3.Cursor, epoch: int, place: int, updated: Strea
     returned = read_rows(cursor, ReturnedRow, of_unit, epoch, place)
     free = [(row.start, row.stop) for row in returned]
     # Between two neighbouring edges all samples of the unit are in the same state.
-    edges = np.unique([*chain(*free, *starmap(_edges, before + after))])
-    samples, sizes = edges[:-1], np.diff(edges)
+    edges = {edge for each in free for edge in each}
+    for lease, stream in before + after:
+        origin = lease.start - lease.stream_start
+        edges |= {lease.start, lease.stop, origin + stream.position, origin + stream.in_part}
+    borders = np.array(sorted(edges))
+    samples, sizes = borders[:-1], np.diff(borders)
     was, now = _counts(before, samples), _counts(after, samples)
     # What no lease held before stays as it is: a damaged lease, which is left out, frees nothing.
     is_free = was[:2].any(0)
     for start, stop in free:
         is_free |= (start <= samples) & (samples < stop)
     is_free &= ~now[:2].any(0)
-    ranges = edges[np.diff(is_free, prepend=False, append=False)].reshape(-1, 2)
+    ranges = borders[np.diff(is_free, prepend=False, append=False)].reshape(-1, 2)
     cursor.execute(f"DELETE FROM returned WHERE {of_unit}", (epoch, place))
     rows = [(epoch, place, *each) for each in ranges.tolist()]
     cursor.executemany("INSERT INTO returned VALUES (?, ?, ?, ?)", rows)
@@ -217,19 +217,13 @@ def _recount_unit(cursor: sqlite3.Cursor, epoch: int, place: int, updated: Strea
     return done + leased
 
 
-def _edges(lease: LeaseRow, stream: StreamRow) -> tuple[int, ...]:
-    """The samples of a unit at which the state may change; some may be outside the lease."""
-    origin = lease.start - lease.stream_start
-    return lease.start, lease.stop, origin + stream.position, origin + stream.in_part
-
-
-def _counts(holders: Sequence[Holder], samples: np.ndarray) -> np.ndarray:
+def _counts(holders: Sequence[tuple[LeaseRow, StreamRow]], samples: np.ndarray) -> np.ndarray:
     """What samples of a unit add to their epoch's done, leased, trained_in_part and trained_twice.
 
     A sample is available if it adds nothing to the first two.
 
     Args:
-        holders: All leases of the unit.
+        holders: All leases of the unit, and their streams.
         samples: Numbers of samples in the unit's own order, of shape (n,).
 
     Returns:

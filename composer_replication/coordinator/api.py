@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -39,9 +38,7 @@ def _printable(text: str) -> str:
     return text
 
 
-Name = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"), AfterValidator(_printable)
-]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 TensorName = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 MetricName = Annotated[str, Field(pattern=r"^[a-z0-9_/]{1,64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -199,12 +196,12 @@ class RunData:
         """
         info = asdict(self.info) | {"outer_step": self.streams.outer_step}
         if host and self.is_host_guessed:
-            port = urlsplit(self.info.lighthouse_addr).port
+            port = self.info.lighthouse_addr.rpartition(":")[2]
             info["lighthouse_addr"] = f"http://{bracketed(host)}:{port}"
         return info
 
     def status(self) -> dict[str, Any]:
-        """What this service knows about the run. Groups read it too."""
+        """The replica groups, the settings, and what has happened."""
         run = self.info_for()
         del run["model_section"]  # the page may be sent to others
         return run | {
@@ -222,7 +219,10 @@ class RunData:
         return self.status() | shown_settings(self.info.settings)
 
     def page(self) -> dict[str, Any]:
-        """Everything that the page shows; ``docs/watching.md`` describes it."""
+        """Everything that the page shows: the status, and what the run's folder has.
+
+        It may take a second. Programs that decide about a run read the status instead.
+        """
         shown = self.shown()
         if self.record is not None:
             with fence("what the run's folder has"):  # a file in it may have anything
@@ -270,18 +270,8 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
         return run.info_for(request.url.hostname)
 
-    @v1.get("/status")
-    def status() -> dict[str, Any]:
-        """Return the replica groups, the settings, and what has happened."""
-        return run.status()
-
-    @v1.get("/page")
-    def page_data() -> dict[str, Any]:
-        """Return everything that the page shows: the status, and what the run's folder has.
-
-        It may take a second. Programs that decide about a run read the status instead.
-        """
-        return run.page()
+    v1.get("/status")(run.status)
+    v1.get("/page")(run.page)
 
 
 def _add_groups(v1: APIRouter, run: RunData) -> None:
@@ -369,18 +359,17 @@ def _add_samples(v1: APIRouter, run: RunData) -> None:
         return {"outer_step": body.outer_step}
 
 
-async def _explain(request: Request, error: Exception) -> JSONResponse:
+async def _explain(request: Request, error: Any) -> JSONResponse:
+    """Answer with the text of a RejectedError or StorageError."""
     del request
-    assert isinstance(error, RejectedError | StorageError), "this handler is registered for them"
     return JSONResponse({"detail": str(error)}, error.status)
 
 
-async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:
+async def _explain_invalid(request: Request, error: Any) -> JSONResponse:
     """Describe an invalid request without its input, which FastAPI's own answer repeats.
 
     FastAPI's answer also fails on NaN.
     """
     del request
-    assert isinstance(error, RequestValidationError), "this handler is registered for it"
     text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
     return JSONResponse({"detail": ascii_of(text)}, 422)

@@ -103,7 +103,6 @@ class Database:
         # Held for a whole transaction. Without it, two threads on the one connection would run
         # their statements in each other's transactions. Reentrant, since transactions nest.
         self._lock = threading.RLock()
-        self._is_closed = False
         with self._explained():
             self._connection = sqlite3.connect(
                 self._path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -143,8 +142,6 @@ class Database:
             A cursor.
         """
         with self._lock, self._explained():
-            if self._is_closed:
-                raise StorageError(f"{self._path} has been closed: open it again.")
             cursor = self._connection.cursor()
             if self._connection.in_transaction:
                 yield cursor
@@ -167,7 +164,6 @@ class Database:
     def close(self) -> None:
         """Close the file, into which SQLite moves what is in the WAL. It may be repeated."""
         with self._lock, self._explained():
-            self._is_closed = True
             self._connection.close()
 
     @contextmanager

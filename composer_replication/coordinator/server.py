@@ -247,7 +247,9 @@ def store_settings(
     now = _as_stored(settings)
     with database.transaction() as cursor:
         row = cursor.execute("SELECT settings FROM settings").fetchone()
-        before = now if row is None else _of_this_version(json.loads(row[0]))
+        # Another version has stored it: without those that are gone, with the defaults of new ones.
+        defaults = _as_stored(DiLoCoSettings())
+        before = now if row is None else defaults | among(json.loads(row[0]), SettingKeywords)
         changes = ", ".join(
             f"{name} {before[name]!r} before, {now[name]!r} now" for name in differing(before, now)
         )
@@ -267,8 +269,3 @@ def store_settings(
 def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:
     """The settings as they are read from the database: a tuple is a list there."""
     return json.loads(json.dumps(asdict(settings)))
-
-
-def _of_this_version(stored: dict[str, Any]) -> dict[str, Any]:
-    """Settings that another version has stored: without those that are gone, with new defaults."""
-    return _as_stored(DiLoCoSettings()) | among(stored, SettingKeywords)

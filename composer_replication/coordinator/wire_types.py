@@ -160,9 +160,9 @@ class DatasetSpec:
 class Lease:
     """The part ``[start, stop)`` of a unit, in the unit's own order.
 
-    An empty lease means that nothing of its epoch was available. ``stream_start`` samples of the
-    stream come before it. ``is_open`` is false if the coordinator has closed the stream, after
-    which its remaining samples belong to other groups.
+    An empty lease, at which the stream pauses, means that nothing of its epoch was available.
+    ``stream_start`` samples of the stream come before it. ``is_open`` is false if the coordinator
+    has closed the stream, after which its remaining samples belong to other groups.
     """
 
     number: int
@@ -172,11 +172,6 @@ class Lease:
     stop: int
     stream_start: int
     is_open: bool = True
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the stream pauses here."""
-        return self.start == self.stop
 
 
 @dataclass(frozen=True)

@@ -210,11 +210,12 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             rows, lost = _compare(cursor, ledger)
             for row, position, in_part in rows:
-                newest = {
-                    "position": max(position, row.position),
-                    "in_part": max(in_part, row.in_part),
-                }
-                update_stream(cursor, row, **newest)
+                update_stream(
+                    cursor,
+                    row,
+                    position=max(position, row.position),
+                    in_part=max(in_part, row.in_part),
+                )
         return lost
 
     @property

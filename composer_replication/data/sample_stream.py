@@ -84,7 +84,7 @@ class StreamReader:
             if self._next is None:
                 self._next = self._ask(self._number, epoch)
             lease = self._next.result()
-            if lease.is_empty:
+            if lease.start == lease.stop:  # the stream pauses here
                 return False
             self._next = self._ask(self._number + 1, epoch)
             # All of it, unless this is where a resume begins.
@@ -232,11 +232,10 @@ def _counts_samples(dataset: Any) -> bool:
 def _parts_of(part: Any) -> Iterator[Any]:
     """Yield a stream of ``datasets``, and all that it is made of."""
     yield part
-    made_of = [*getattr(part, "ex_iterables", ())]
     for name in ("_ex_iterable", "ex_iterable"):
-        if getattr(part, name, None) is not None:
-            made_of.append(getattr(part, name))
-    for each in made_of:
+        if (made_of := getattr(part, name, None)) is not None:
+            yield from _parts_of(made_of)
+    for each in getattr(part, "ex_iterables", ()):
         yield from _parts_of(each)
 
 

@@ -385,7 +385,7 @@ def test_a_dead_disk_is_one_line_and_ends_no_heartbeat(tmp_path, clock, caplog, 
     for outer_step in range(5):
         assert beat(client, outer_step=outer_step).status_code == 200
     (line,) = [text for text in caplog.messages if "to a coordinator that starts again" in text]
-    assert "has been closed" in line
+    assert "closed database" in line
 
 
 @pytest.mark.slow
