@@ -161,12 +161,14 @@ def update_stream(cursor: sqlite3.Cursor, stream: StreamRow, **changes: Any) -> 
     updated = stream._replace(**changes)
     if updated == stream:
         return 0
-    # Of an open stream the newest leases alone are not yet in the model.
-    which = "stream = ? AND place >= 0 ORDER BY number DESC"
-    position = min(stream.position, updated.position)
+    first, end = min(stream.position, updated.position), max(stream.in_part, updated.in_part)
+    if updated.is_open != stream.is_open:
+        end = stream.samples
+    # The newest leases come first: all before the first one that has not changed are in the model.
+    which = "stream = ? AND place >= 0 AND stream_start < ? ORDER BY number DESC"
     changed = takewhile(
-        lambda lease: lease.stream_start + lease.stop - lease.start > position,
-        read_rows(cursor, LeaseRow, which, stream.key),
+        lambda lease: lease.stream_start + lease.stop - lease.start > first,
+        read_rows(cursor, LeaseRow, which, stream.key, end),
     )
     units = dict.fromkeys((lease.epoch, lease.place) for lease in changed)
     taken = sum(_recount_unit(cursor, *unit, updated) for unit in units)
