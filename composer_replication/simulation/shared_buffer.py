@@ -84,7 +84,6 @@ class Connection:
     As in torchft, members connect again when their set has changed and after a failure.
 
     Attributes:
-        number: Number of the connection, from 0.
         members: Ids of the replicas in it, in ascending order.
         is_broken: Whether the collectives that have not completed fail.
         isolated: Members whose tensors are replaced by zeros.
@@ -93,7 +92,6 @@ class Connection:
         received: How many members have received a collective.
     """
 
-    number: int
     members: tuple[int, ...]
     is_broken: bool = False
     isolated: set[int] = field(default_factory=set)
@@ -165,7 +163,7 @@ class SharedBuffer:
         self._late = {fault.replica_id: fault.step for fault in faults if fault.kind == "late"}
         self._alive = set(range(num_replicas)) - self._late.keys()
         self._requests: dict[int, Request] = {}
-        self._quorum: Quorum | None = None
+        self._quorum = Quorum({}, 0, None, Connection(()))  # before the first one
         self._is_stopped = False
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -211,7 +209,7 @@ class SharedBuffer:
         """
         with self._changed:
             self._alive.discard(replica_id)
-            if self._quorum is not None and replica_id in self._quorum.requests:
+            if replica_id in self._quorum.requests:
                 self._quorum.connection.is_broken = True
             self._form_quorum()
             self._changed.notify_all()
@@ -247,7 +245,6 @@ class SharedBuffer:
             self._wait_until(
                 lambda: self._quorum is not before and replica_id not in self._requests, "quorum"
             )
-            assert self._quorum is not None
             return self._quorum
 
     def _form_quorum(self) -> None:
@@ -262,14 +259,12 @@ class SharedBuffer:
 
     def _connect(self, requests: Mapping[int, Request]) -> Connection:
         members = tuple(requests)
-        if self._quorum is None:
-            return Connection(0, members)
         last = self._quorum.connection
         has_failed = last.is_broken or any(request.has_failed for request in requests.values())
         if last.members == members and not has_failed:
             return last
         last.is_broken = True
-        return Connection(last.number + 1, members)
+        return Connection(members)
 
     def send(self, connection: Connection, number: int, replica_id: int, tensor: Tensor) -> None:
         """Store a member's tensor for one collective of a connection.
