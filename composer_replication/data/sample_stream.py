@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class StreamReader:
         self._source = source
         self._number = position.number
         self._samples = position.samples
-        self._current: list[int] = []
+        self._current: deque[int] = deque()
         self._next: Future[Lease] | None = None
         self.is_closed = False
 
@@ -67,38 +68,33 @@ class StreamReader:
         """The next samples: fewer than ``count`` where the stream pauses, and then none, once."""
         samples: list[int] = []
         while len(samples) < count:
-            if not self._current and not self._open_next(epoch):
+            if not self._current and (pause := self._open_next(epoch)):
                 if not samples:  # else the pause comes next, also for a group that resumes here
-                    self._pass_pause()
+                    self._next = None
+                    self._number += pause.is_open  # that of a closed stream is no part of it
+                    self.is_closed = not pause.is_open
                 return samples
-            part = self._current[: count - len(samples)]
-            self._current = self._current[len(part) :]
-            self._samples += len(part)
-            samples += part
+            samples.append(self._current.popleft())
+            self._samples += 1
             if not self._current:
                 self._number += 1
         return samples
 
-    def _open_next(self, epoch: int) -> bool:
+    def _open_next(self, epoch: int) -> Lease | None:
+        """Open the next lease. Returns the one at which the stream pauses, if it is next."""
         while not self._current:
             if self._next is None:
                 self._next = self._ask(self._number, epoch)
             lease = self._next.result()
             if lease.start == lease.stop:  # the stream pauses here
-                return False
+                return lease
             self._next = self._ask(self._number + 1, epoch)
             # All of it, unless this is where a resume begins.
-            self._current = self._dataset.samples(lease)[self._samples - lease.stream_start :]
-            if not self._current:
+            rest = self._dataset.samples(lease)[self._samples - lease.stream_start :]
+            self._current.extend(rest)
+            if not rest:
                 self._number += 1
-        return True
-
-    def _pass_pause(self) -> None:
-        assert self._next is not None, "_open_next has asked for it"
-        is_open = self._next.result().is_open
-        self._next = None
-        self._number += is_open  # the pause of a closed stream is no part of it
-        self.is_closed = not is_open
+        return None
 
     def _ask(self, number: int, epoch: int) -> Future[Lease]:
         # Not by an executor: the interpreter waits for an executor's threads when it exits, and
