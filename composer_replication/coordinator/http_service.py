@@ -38,6 +38,10 @@ class Listener(socket.socket):
     Args:
         bind: Address to listen at, ``address:port``. Port 0 is a free one.
 
+    Attributes:
+        host: The address, without brackets.
+        port: The port.
+
     Raises:
         ValueError: ``bind`` is not an address.
         OSError: The address cannot be listened at.
@@ -47,17 +51,18 @@ class Listener(socket.socket):
         address, _, port = bind.rpartition(":")
         if not port.isdecimal() or not address:
             raise ValueError(f"--bind {bind!r}: use address:port, such as 0.0.0.0:29512 or [::]:0")
-        host = address.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.host = address.strip("[]")
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             listening = socket.create_server(
-                (host, int(port)), family=family, dualstack_ipv6=host == "::"
+                (self.host, int(port)), family=family, dualstack_ipv6=self.host == "::"
             )
         except OSError as error:
             raise OSError(
                 f"cannot listen at --bind {bind}: {error}. Choose another port"
             ) from error
         super().__init__(fileno=listening.detach())
+        self.port: int = self.getsockname()[1]
         # Accepted sockets inherit it. asyncio does not set it on sockets that it did not create,
         # and without it the second packet of an answer waits 40 ms for the client's ACK.
         self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -97,9 +102,6 @@ class HttpService:
         ssl_certfile: The certificate for HTTPS (PEM), with the intermediate ones. None: plain HTTP.
         ssl_keyfile: Its private key.
 
-    Attributes:
-        port: The port.
-
     Raises:
         ValueError: The certificate or its key is missing, or they cannot be used.
         OSError: The server has not started.
@@ -138,7 +140,6 @@ class HttpService:
             raise ValueError(
                 f"the certificate cannot be used ({error}): {ssl_certfile}, {ssl_keyfile}"
             ) from error
-        self.port: int = listening.getsockname()[1]
         self._socket = listening
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(

@@ -127,11 +127,11 @@ class Coordinator:
                 bind, given["straggler_timeout_s"], given["lighthouse_heartbeat_ms"]
             )
             opened.callback(lighthouse.shutdown)
-            host, is_guessed = _reachable_as(bind, hostname)
+            host, is_guessed = _reachable_as(listening.host, hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
             scheme = "https" if ssl_certfile else "http"
-            self.address = f"{scheme}://{host}:{listening.getsockname()[1]}"
+            self.address = f"{scheme}://{host}:{listening.port}"
             info = RunInfo(
                 settings=settings,
                 settings_source=source,
@@ -155,7 +155,7 @@ class Coordinator:
             app = create_app(
                 self._run,
                 tokens=tokens,
-                hosts=None if tokens else _loopback_names(bind, hostname),
+                hosts=None if tokens else _loopback_names(listening.host, hostname),
             )
 
             async def keep_up() -> None:
@@ -205,21 +205,21 @@ def _start_lighthouse_beside(
         ) from error
 
 
-def _reachable_as(bind: str, hostname: str | None) -> tuple[str, bool]:
+def _reachable_as(address: str, hostname: str | None) -> tuple[str, bool]:
     """The host name for groups, and whether it is a guess, namely the machine's own name.
 
     It is a guess if the service listens on every interface and no ``hostname`` was given.
     """
-    host = hostname or bind.rpartition(":")[0].strip("[]")
+    host = hostname or address
     is_guessed = host in ("::", "0.0.0.0")
     return (socket.gethostname() if is_guessed else bracketed(host)), is_guessed
 
 
-def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
+def _loopback_names(address: str, hostname: str | None) -> list[str] | None:
     """Host names of a service that only this machine reaches; None if other machines reach it."""
     return (
         ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
-        if is_loopback(bind.rpartition(":")[0])
+        if is_loopback(address)
         else None
     )
 

@@ -152,12 +152,13 @@ class ReturnedRow(NamedTuple):
         return min(self) >= 0 and self.start < self.stop
 
 
-Row = TypeVar("Row", DatasetRow, EpochRow, StreamRow, LeaseRow, ReturnedRow)
+AnyRow = DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow
+Row = TypeVar("Row", bound=AnyRow)
 
 _TEXTS = {"dataset_id", "name", "replica_id", "session"}
 
 
-def is_valid_row(row: DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow) -> bool:
+def is_valid_row(row: AnyRow) -> bool:
     """Whether a row has the right types and possible values.
 
     A damaged row is logged. Callers leave it out.

@@ -78,7 +78,7 @@ class RunInfo:
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = asdict(self.settings) | options
         mine = asdict(DiLoCoSettings(**among(named, SettingKeywords)))
-        mine |= {name: named.get(name) or value for name, value in options.items()}
+        mine |= {name: named.get(name) for name in options}
         if names := [name for name in differing(mine, run) if named.get(name) is not None]:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "

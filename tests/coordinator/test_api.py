@@ -393,8 +393,9 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
     """Also when as many other requests wait for it as there are threads."""
     client, database = make(tmp_path, clock)
     register(client)
-    service = HttpService(client.app, Listener("127.0.0.1:0"))
-    address = f"http://127.0.0.1:{service.port}/v1"
+    listening = Listener("127.0.0.1:0")
+    service = HttpService(client.app, listening)
+    address = f"http://127.0.0.1:{listening.port}/v1"
     request = {"headers": client.headers, "timeout": 20, "trust_env": False}
     with ThreadPoolExecutor(60) as pool:
         with database.transaction():

@@ -59,8 +59,9 @@ class Service:
         """The path that is answered at the end of the test."""
         self.requests: list[tuple[float, str, dict]] = []
         """When, where and what each one was."""
-        self.http = HttpService(self, Listener("127.0.0.1:0"))
-        self.address = f"http://127.0.0.1:{self.http.port}"
+        listening = Listener("127.0.0.1:0")
+        self.http = HttpService(self, listening)
+        self.address = f"http://127.0.0.1:{listening.port}"
         # What is signed, the answers say.
         server = self.http._server
         server.config.encoded_headers = server.server_state.default_headers = []

@@ -74,9 +74,9 @@ def asked_member(server):
 
 
 async def application(scope, receive, send):
-    length = [(b"content-length", b"2")]
+    length = [(b"content-length", b"8")]
     await send({"type": "http.response.start", "status": 200, "headers": length})
-    await send({"type": "http.response.body", "body": b"{}"})
+    await send({"type": "http.response.body", "body": b'{"ok":1}'})
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +91,14 @@ def certificate(tmp_path_factory):
 @contextlib.contextmanager
 def coordinator(certificate=None):
     files = () if certificate is None else (certificate / "cert.pem", certificate / "key.pem")
-    service = HttpService(application, Listener("127.0.0.1:0"), None, *files)
+    listening = Listener("127.0.0.1:0")
+    service = HttpService(application, listening, None, *files)
     with pytest.MonkeyPatch.context() as patch:
         if certificate is not None:
             patch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
         scheme = "http" if certificate is None else "https"
-        client = CoordinatorClient(f"{scheme}://127.0.0.1:{service.port}", "secret")
-    yield service.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
+        client = CoordinatorClient(f"{scheme}://127.0.0.1:{listening.port}", "secret")
+    yield listening.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
     client.close()
     service.close()
 
