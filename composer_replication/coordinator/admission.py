@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Collection
 
 from fastapi import HTTPException
@@ -48,14 +49,12 @@ class Admission:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        rejection = self._rejection(scope["path"], Headers(scope=scope))
+        headers = Headers(scope=scope)
+        rejection = self._rejection(scope["path"], headers)
         if rejection is not None:
             await rejection(scope, receive, send)
             # A browser that opens the page has no token yet.
-            is_guess = rejection.status_code == 401 and "authorization" in Headers(scope=scope)
+            is_guess = rejection.status_code == 401 and "authorization" in headers
             if is_guess and (count := self._wrong_tokens.count()) is not None:
                 text = f"requests with a wrong token: {count}, the last one from"
                 await run_in_threadpool(self._events.try_to_add, f"{text} {address_of(scope)}")
@@ -63,28 +62,24 @@ class Admission:
         size = 0
 
         async def bounded() -> Message:
-            # Content-Length was checked above, but a chunked body has none.
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
             if size > MAX_BODY:
-                raise HTTPException(413, _TOO_LARGE)
+                raise HTTPException(413, f"the body is larger than {MAX_BODY // 2**20} MiB")
             return message
 
         await self._app(scope, bounded, send)
 
     def _rejection(self, path: str, headers: Headers) -> JSONResponse | None:
-        host = _name_of(headers.get("host", ""))
+        host = re.sub(r":\d+$", "", headers.get("host", "")).lower()
         if self._hosts is not None and host not in self._hosts:
             detail = f"Host {host!r} is not a name of this service: use {' or '.join(self._hosts)}"
-            return JSONResponse({"detail": _ascii(detail)}, 421)
+            return JSONResponse({"detail": ascii_of(detail)}, 421)
         if path not in _OPEN and not self._is_authorized(headers):
             which = "wrong" if headers.get("authorization") else "no"
             detail = f"{which} token: set COMPOSER_REPLICATION_TOKEN to this run's secret"
             return JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
-        length = headers.get("content-length", "0")
-        if not (length.isdecimal() and len(length) < 12 and int(length) <= MAX_BODY):
-            return JSONResponse({"detail": _TOO_LARGE}, 413)
         return None
 
     def _is_authorized(self, headers: Headers) -> bool:
@@ -100,14 +95,6 @@ def address_of(scope: Scope) -> str | None:
     return client[0] if client else None
 
 
-_TOO_LARGE = f"the body is larger than {MAX_BODY // 2**20} MiB"
-
-
-def _name_of(host: str) -> str:
-    """The name in a ``Host`` header, without the port and in lower case."""
-    name, _, port = host.rpartition(":")
-    return (name if name and port.isdecimal() else host).lower()
-
-
-def _ascii(text: str) -> str:
-    return text.encode("ascii", "backslashreplace").decode()[:300]
+def ascii_of(text: str) -> str:
+    """A text that quotes a request, which may have any characters: in ASCII, and not too long."""
+    return text.encode("ascii", "backslashreplace").decode()[:500]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,7 +14,7 @@ from fastapi.security import HTTPBearer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from composer_replication import __version__
-from composer_replication.coordinator.admission import Admission, address_of
+from composer_replication.coordinator.admission import Admission, address_of, ascii_of
 from composer_replication.coordinator.database import RejectedError, StorageError
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.page import page_html, shown_settings, with_record
@@ -25,11 +23,8 @@ from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.wire_types import Lease, RunInfo
 from composer_replication.coordinator.work_units import DatasetProgress
 from composer_replication.replica.addresses import bracketed
-from composer_replication.util.connections import RateLimitedCount
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import finite
-
-log = logging.getLogger(__name__)
 
 # ---- the bodies of requests ------------------------------------------------------------------
 
@@ -43,9 +38,7 @@ def _printable(text: str) -> str:
     return text
 
 
-Name = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f]+$"), AfterValidator(_printable)
-]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)]
 TensorName = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 MetricName = Annotated[str, Field(pattern=r"^[a-z0-9_/]{1,64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -116,10 +109,6 @@ class WithLedger(StrictBody):
     """
 
     ledger: Annotated[list[tuple[Count, Count, Count]], AfterValidator(_possible)]
-
-    def entries(self) -> dict[int, tuple[int, int]]:
-        """The samples in the model, and in some part of it, by the number of the stream."""
-        return {stream: (position, in_part) for stream, position, in_part in self.ledger}
 
 
 class DatasetRequest(StrictBody):
@@ -207,19 +196,17 @@ class RunData:
         """
         info = asdict(self.info) | {"outer_step": self.streams.outer_step}
         if host and self.is_host_guessed:
-            port = urlsplit(self.info.lighthouse_addr).port
+            port = self.info.lighthouse_addr.rpartition(":")[2]
             info["lighthouse_addr"] = f"http://{bracketed(host)}:{port}"
         return info
 
     def status(self) -> dict[str, Any]:
-        """What this service knows about the run. Groups read it too."""
-        replicas = self.registry.replicas()
+        """The replica groups, the settings, and what has happened."""
         run = self.info_for()
         del run["model_section"]  # the page may be sent to others
         return run | {
             "time": time.time(),
-            "outer_step": max(run["outer_step"], *(r.get("outer_step") or 0 for r in replicas), 0),
-            "replicas": replicas,
+            "replicas": self.registry.replicas(),
             "losses": self.registry.heartbeats.losses(),
             "agreement": self.registry.heartbeats.agreement(),
             "datasets": [asdict(dataset) for dataset in self.streams.units.datasets()],
@@ -232,7 +219,10 @@ class RunData:
         return self.status() | shown_settings(self.info.settings)
 
     def page(self) -> dict[str, Any]:
-        """Everything that the page shows; ``docs/watching.md`` describes it."""
+        """Everything that the page shows: the status, and what the run's folder has.
+
+        It may take a second. Programs that decide about a run read the status instead.
+        """
         shown = self.shown()
         if self.record is not None:
             with fence("what the run's folder has"):  # a file in it may have anything
@@ -250,9 +240,7 @@ def create_app(
         tokens: Accepted tokens. Every request needs one, except those for the page. Empty: none.
         hosts: Accepted names in the ``Host`` header; None for any.
     """
-    errors: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorBody} for code in (401, 404, 409, 410, 413, 422, 507)
-    }
+    errors: dict[int | str, dict[str, Any]] = dict.fromkeys(("4XX", 507), {"model": ErrorBody})
     # No /docs: its script comes from a CDN and would run on a page where people type the token.
     app = FastAPI(
         title="composer-replication coordinator", version=__version__, docs_url=None, redoc_url=None
@@ -282,35 +270,23 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
         """Return the settings that all replica groups adopt, and the address of the lighthouse."""
         return run.info_for(request.url.hostname)
 
-    @v1.get("/status")
-    def status() -> dict[str, Any]:
-        """Return the replica groups, the settings, and what has happened."""
-        return run.status()
-
-    @v1.get("/page")
-    def page_data() -> dict[str, Any]:
-        """Return everything that the page shows: the status, and what the run's folder has.
-
-        It may take a second. Programs that decide about a run read the status instead.
-        """
-        return run.page()
+    v1.get("/status")(run.status)
+    v1.get("/page")(run.page)
 
 
 def _add_groups(v1: APIRouter, run: RunData) -> None:
     registry, streams = run.registry, run.streams
-    failures = RateLimitedCount()
+    store = fence("the newest outer step to a coordinator that starts again")
+    store_outer_step = store(streams.store_outer_step)
 
     @v1.post("/replicas", status_code=201)
     def register(request: Request, registration: Registration) -> dict[str, str]:
         """Register a replica group. A repeated request with the same session is answered again."""
-        about = {"host": registration.host, "world_size": registration.world_size}
-        versions = registration.model_dump(include=set(registry.versions))
         replica_id = registration.replica_id
         group = f"replica group {replica_id}"
         source = f"from {registration.host} ({address_of(request.scope)})"
         with run.events.refusals(f"{group}, {source},"):
-            model = registration.model, registration.tensors
-            registry.register(replica_id, registration.session, about, versions, *model)
+            registry.register(**registration.model_dump())
         run.events.try_to_add(f"{group} has connected {source}")
         return {"replica_id": replica_id}
 
@@ -324,20 +300,8 @@ def _add_groups(v1: APIRouter, run: RunData) -> None:
         progress = beat.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, beat.session, progress)
         if streams.observe_outer_step(beat.outer_step or 0):
-            afterwards.add_task(store_outer_step, beat.outer_step or 0)
+            afterwards.add_task(store_outer_step)
         return {"replica_id": replica_id}
-
-    def store_outer_step(outer_step: int) -> None:
-        try:
-            streams.store_outer_step(outer_step)
-        except StorageError as error:
-            if (count := failures.count()) is not None:
-                log.warning(
-                    "Cannot store outer step %d (%d times since the last such line): %s",
-                    outer_step,
-                    count,
-                    error,
-                )
 
     @v1.delete("/replicas/{replica_id}")
     def leave(replica_id: GroupName, session: Name) -> dict[str, str]:
@@ -379,37 +343,33 @@ def _add_samples(v1: APIRouter, run: RunData) -> None:
     @v1.post("/streams/{stream}/release")
     def release(stream: Count, request: WithLedger) -> dict[str, list[int]]:
         """Close a stream. Its samples that are not in the model become available."""
-        return {"unknown": streams.release(stream, request.entries())}
+        return {"unknown": streams.release(stream, request.ledger)}
 
     @v1.post("/commits")
     def commit(report: CommitReport) -> dict[str, list[int]]:
         """Record a sync. A report may be repeated and may be late."""
-        present = set(report.present)
-        lost = streams.commit(report.outer_step, report.entries(), present, report.age_s)
-        return {"unknown": lost}
+        return {"unknown": streams.commit(**report.model_dump())}
 
     @v1.post("/rewind")
     def rewind(request: Request, body: RewindRequest) -> dict[str, int]:
         """Continue the run from a checkpoint, and undo what came after it."""
         source = f"from {address_of(request.scope)},"
         with run.events.refusals(f"a resume at outer step {body.outer_step}, {source}"):
-            streams.rewind(body.outer_step, body.entries())
+            streams.rewind(**body.model_dump())
         return {"outer_step": body.outer_step}
 
 
-async def _explain(request: Request, error: Exception) -> JSONResponse:
+async def _explain(request: Request, error: Any) -> JSONResponse:
+    """Answer with the text of a RejectedError or StorageError."""
     del request
-    assert isinstance(error, RejectedError | StorageError), "this handler is registered for them"
     return JSONResponse({"detail": str(error)}, error.status)
 
 
-async def _explain_invalid(request: Request, error: Exception) -> JSONResponse:
+async def _explain_invalid(request: Request, error: Any) -> JSONResponse:
     """Describe an invalid request without its input, which FastAPI's own answer repeats.
 
     FastAPI's answer also fails on NaN.
     """
     del request
-    assert isinstance(error, RequestValidationError), "this handler is registered for it"
     text = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-    # The name of an unknown field comes from the request, so it may hold any characters.
-    return JSONResponse({"detail": text.encode("ascii", "backslashreplace").decode()[:500]}, 422)
+    return JSONResponse({"detail": ascii_of(text)}, 422)

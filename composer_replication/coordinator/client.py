@@ -8,26 +8,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any, Self, TypeVar, get_type_hints
+from contextlib import suppress
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
-import tenacity
 
-from composer_replication.coordinator.wire_types import CommitReport, DatasetSpec, Lease, RunInfo
+from composer_replication.coordinator.wire_types import (
+    SIGN,
+    CommitReport,
+    DatasetSpec,
+    Lease,
+    RunInfo,
+)
 from composer_replication.options import DuplicateIdError
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 
 log = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
-Fields = Mapping[str, type]
-"""The fields that an answer must have, with their types."""
-
-_NONE: Fields = MappingProxyType({})
-_MEMBER: Fields = {"replica_id": str}
-_LEASE: Fields = dict.fromkeys((field.name for field in dataclasses.fields(Lease)), int)
 
 
 class CoordinatorAwayError(ConnectionError):
@@ -40,11 +39,6 @@ class RejectedByCoordinatorError(ValueError):
 
 class NameTakenError(RejectedByCoordinatorError, DuplicateIdError):
     """A living replica group, or another dataset, has the name."""
-
-
-_INFO: Fields = {
-    name: kind for name, kind in get_type_hints(RunInfo).items() if kind in (int, float, str)
-} | {"settings": dict}
 
 
 class CoordinatorClient:
@@ -93,11 +87,9 @@ class CoordinatorClient:
         limited._retry_s, limited._timeout_s = retry_s, timeout_s
         return limited
 
-    def ask(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, fields: Fields = _NONE
-    ) -> dict[str, Any]:
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request, and repeat it while nobody answers. Arguments and errors: ``once``."""
-        return self.retry(lambda: self.once(method, path, body, fields))
+        return self.retry(lambda: self.once(method, path, body))
 
     def retry(
         self, call: Callable[[], Answer], on: type[Exception] = CoordinatorAwayError
@@ -106,37 +98,33 @@ class CoordinatorClient:
 
         Every wait for the coordinator is in this method.
         """
-        enough = tenacity.stop_after_attempt(self.ATTEMPTS if self._retry_s else 1)
-        is_late = tenacity.stop_after_delay(self._retry_s) & enough
-        retrying = tenacity.Retrying(
-            retry=tenacity.retry_if_exception_type(on),
-            stop=is_late | tenacity.stop_when_event_set(self._closed),
-            wait=tenacity.wait_exponential(0.1, max=1.0),
-            sleep=tenacity.sleep_using_event(self._closed),
-            before_sleep=self._log_wait,
-            reraise=True,
-        )
-        return retrying(call)
+        began = time.monotonic()
+        attempts = self.ATTEMPTS if self._retry_s else 1
+        number = 0
+        while True:
+            number += 1
+            try:
+                return call()
+            except on as error:
+                waited = time.monotonic() - began
+                if number >= attempts and waited >= self._retry_s:
+                    raise
+                if number in self.LOG_AT or number % 100 == 0:
+                    log.warning("Waiting for the coordinator since %.0f s: %s", waited, error)
+                if self._closed.wait(min(0.1 * number, 1.0)):
+                    raise
 
-    def _log_wait(self, attempt: tenacity.RetryCallState) -> None:
-        number, outcome = attempt.attempt_number, attempt.outcome
-        if outcome is not None and (number in self.LOG_AT or number % 100 == 0):
-            seconds, error = attempt.seconds_since_start, outcome.exception()
-            log.warning("Waiting for the coordinator since %.0f s: %s", seconds, error)
-
-    def once(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, fields: Fields = _NONE
-    ) -> dict[str, Any]:
+    def once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request once.
 
-        A login page, a proxy's error or a redirect does not come from the coordinator. Whatever is
-        not its JSON counts as no answer, so that it ends neither a thread nor a group.
+        A login page, a proxy's error or a redirect does not come from the coordinator. Whatever
+        does not have its ``SIGN`` counts as no answer, so that it ends neither a thread nor a
+        group.
 
         Args:
             method: ``GET``, ``POST`` or ``DELETE``.
             path: From ``/v1`` on, quoted.
             body: Sent as JSON.
-            fields: What the answer must contain.
 
         Returns:
             The answer, a JSON object.
@@ -153,19 +141,17 @@ class CoordinatorClient:
                 "`composer-replication coordinator CONFIG`, or correct "
                 "COMPOSER_REPLICATION_COORDINATOR (coordinator_addr=...)"
             ) from None
-        try:
-            answer = response.json()
-        except (ValueError, RecursionError):
-            answer = None
-        detail = answer.get("detail") if isinstance(answer, dict) else None
-        if response.is_client_error and detail is not None:
+        answer: dict[str, Any] = {}
+        if SIGN in response.headers:
+            with suppress(ValueError):  # text, for an error that it has not foreseen
+                answer = response.json()
+        if answer and response.is_success:
+            return answer
+        detail = answer.get("detail", _described(response))
+        if answer and response.is_client_error:
             refusal = NameTakenError if response.status_code == 409 else RejectedByCoordinatorError
             raise refusal(f"the coordinator at {self.address} rejects: {detail}")
-        if response.is_success and isinstance(answer, dict) and _has_fields(answer, fields):
-            return answer
-        raise CoordinatorAwayError(
-            f"the coordinator at {self.address} cannot serve: {detail or _described(response)}"
-        )
+        raise CoordinatorAwayError(f"the coordinator at {self.address} cannot serve: {detail}")
 
     def close(self) -> None:
         """Close the connection, and end every wait for the coordinator in other threads."""
@@ -181,18 +167,17 @@ class CoordinatorClient:
             SettingsMismatch: The coordinator lacks a setting that this version has, or the other
                 way round.
         """
-        answer = self.ask("GET", "/v1/info", fields=_INFO)
-        answer["settings"] = self._settings_of(answer["settings"])
-        known = {field.name for field in dataclasses.fields(RunInfo)}
-        return RunInfo(**{name: value for name, value in answer.items() if name in known})
+        answer = self.ask("GET", "/v1/info")
+        answer["settings"] = self._made(DiLoCoSettings, answer["settings"])
+        return self._made(RunInfo, answer)
 
     def register(self, registration: Mapping[str, Any]) -> None:
         """Register this group under its id, with its model, ranks and address."""
-        self.ask("POST", "/v1/replicas", registration, _MEMBER)
+        self.ask("POST", "/v1/replicas", registration)
 
     def heartbeat(self, replica_id: str, progress: Mapping[str, Any]) -> None:
         """Report a group's progress."""
-        self.ask("POST", f"/v1/replicas/{replica_id}/heartbeat", progress, _MEMBER)
+        self.ask("POST", f"/v1/replicas/{replica_id}/heartbeat", progress)
 
     def leave(self, replica_id: str, session: str) -> None:
         """End a group's registration."""
@@ -206,25 +191,28 @@ class CoordinatorClient:
         Raises:
             NameTakenError: Its name belongs to another dataset.
         """
-        names = ("dataset_id", "length", "seed", "unit_size")
-        self.ask("POST", "/v1/datasets", {name: getattr(dataset, name) for name in names})
+        body = dataclasses.asdict(dataset)
+        del body["shuffle"]
+        self.ask("POST", "/v1/datasets", body)
 
     def progress(self, dataset_id: str) -> list[dict[str, Any]]:
         """The epochs that have begun: length, done, leased, available."""
-        path = f"/v1/datasets/{quote(dataset_id)}"
-        return self.ask("GET", path, fields={"epochs": list})["epochs"]
+        return self.ask("GET", f"/v1/datasets/{quote(dataset_id)}")["epochs"]
 
     def open_stream(self, name: str, dataset_id: str, replica_id: str, session: str) -> int:
         """Open a stream for a group to read; the same name is always the same stream."""
-        body = {"name": name, "dataset_id": dataset_id, "replica_id": replica_id}
-        body["session"] = session
-        return self.ask("POST", "/v1/streams", body, {"stream": int})["stream"]
+        body = {
+            "name": name,
+            "dataset_id": dataset_id,
+            "replica_id": replica_id,
+            "session": session,
+        }
+        return self.ask("POST", "/v1/streams", body)["stream"]
 
     def lease(self, stream: int, number: int, epoch: int) -> Lease:
         """The lease of a number in a stream, from ``epoch`` or an earlier one."""
         body = {"number": number, "epoch": epoch}
-        answer = self.ask("POST", f"/v1/streams/{stream}/leases", body, _LEASE)
-        return Lease(**{name: answer[name] for name in _LEASE})
+        return Lease(**self.ask("POST", f"/v1/streams/{stream}/leases", body))
 
     def reopen_stream(self, stream: int, position: int, session: str) -> None:
         """Continue a stream from a checkpoint. Refused if its samples belong to others by now."""
@@ -247,7 +235,7 @@ class CoordinatorClient:
             # later than the death of a group that took part in it.
             body = dataclasses.asdict(report)
             body["age_s"] = time.monotonic() - body.pop("ended_at")
-            return self.once("POST", "/v1/commits", body, {"unknown": list})["unknown"]
+            return self.once("POST", "/v1/commits", body)["unknown"]
 
         return self.retry(send)
 
@@ -255,8 +243,8 @@ class CoordinatorClient:
         """Report that the run continues from a checkpoint's model."""
         self.ask("POST", "/v1/rewind", {"outer_step": outer_step, "ledger": ledger})
 
-    def _settings_of(self, values: Mapping[str, Any]) -> DiLoCoSettings:
-        known = {field.name for field in dataclasses.fields(DiLoCoSettings)}
+    def _made(self, kind: type[Any], values: Mapping[str, Any]) -> Any:
+        known = {field.name for field in dataclasses.fields(kind)}
         odd = sorted(known ^ values.keys())
         if odd:
             lacks = [name for name in odd if name in known]
@@ -265,20 +253,12 @@ class CoordinatorClient:
                 f"the coordinator at {self.address} {what}: run the same version of "
                 "composer-replication there and here"
             )
-        return DiLoCoSettings(**values)
-
-
-def _has_fields(answer: Mapping[str, Any], fields: Fields) -> bool:
-    # JSON has one kind of number: 3 is a float too.
-    return all(
-        isinstance(answer.get(name), (int, float) if kind is float else kind)
-        for name, kind in fields.items()
-    )
+        return kind(**values)
 
 
 def _described(response: httpx.Response) -> str:
     kind = response.headers.get("content-type", "no content type")
     return (
         f"{response.status_code} {response.reason_phrase} ({kind}) is not its answer. Is there a "
-        "proxy, or another service, at this address?"
+        "proxy, another service or another version at this address?"
     )

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Stored in the file. Every change of a table needs a new number."""
 
 # Of work units: other tables name a stream, dataset or epoch by its integer key. The column `place`
-# is a unit's rank in the shuffled order of its epoch: `epoch_rank` in Python. `issued` is the
-# number of units of an epoch that have been leased at least once. All leases of a stream before
-# number `at_lease` are completely in the model, and none of the later ones is.
+# is a unit's rank in the shuffled order of its epoch. `issued` is the number of units of an epoch
+# that have been leased at least once.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (
     only INTEGER PRIMARY KEY CHECK (only = 1), settings TEXT NOT NULL, source TEXT NOT NULL);
@@ -40,8 +39,7 @@ CREATE TABLE IF NOT EXISTS streams (
     key INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, dataset INTEGER NOT NULL,
     replica_id TEXT NOT NULL, session TEXT NOT NULL, is_open INTEGER NOT NULL DEFAULT 1,
     leases INTEGER NOT NULL DEFAULT 0, samples INTEGER NOT NULL DEFAULT 0,
-    position INTEGER NOT NULL DEFAULT 0, in_part INTEGER NOT NULL DEFAULT 0,
-    at_lease INTEGER NOT NULL DEFAULT 0);
+    position INTEGER NOT NULL DEFAULT 0, in_part INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS streams_open ON streams (is_open) WHERE is_open;
 CREATE TABLE IF NOT EXISTS leases (
     stream INTEGER, number INTEGER, epoch INTEGER, place INTEGER, start INTEGER, stop INTEGER,
@@ -105,7 +103,6 @@ class Database:
         # Held for a whole transaction. Without it, two threads on the one connection would run
         # their statements in each other's transactions. Reentrant, since transactions nest.
         self._lock = threading.RLock()
-        self._is_closed = False
         with self._explained():
             self._connection = sqlite3.connect(
                 self._path, BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
@@ -125,13 +122,14 @@ class Database:
     def _check_version(self, cursor: sqlite3.Cursor) -> None:
         version = cursor.execute("PRAGMA user_version").fetchone()[0]
         tables = cursor.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-        if version == 0 and tables == 0:
-            cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        elif version != SCHEMA_VERSION:
+        if version == 2:
+            cursor.execute("ALTER TABLE streams DROP COLUMN at_lease")
+        elif version != SCHEMA_VERSION and (version or tables):
             raise StorageError(
                 f"{self._path} has schema version {version}, this program has {SCHEMA_VERSION}: "
                 "use the version of the program that wrote it, or another file."
             )
+        cursor.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Cursor]:
@@ -144,8 +142,6 @@ class Database:
             A cursor.
         """
         with self._lock, self._explained():
-            if self._is_closed:
-                raise StorageError(f"{self._path} has been closed: open it again.")
             cursor = self._connection.cursor()
             if self._connection.in_transaction:
                 yield cursor
@@ -168,7 +164,6 @@ class Database:
     def close(self) -> None:
         """Close the file, into which SQLite moves what is in the WAL. It may be repeated."""
         with self._lock, self._explained():
-            self._is_closed = True
             self._connection.close()
 
     @contextmanager

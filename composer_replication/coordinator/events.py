@@ -85,11 +85,11 @@ class Heartbeats:
         """
         with self._lock:
             course = self._courses[replica_id]
-            if progress.get("loss") is not None:
-                course.losses.add(progress.get("batch") or 0, progress["loss"])
-            if (digest := progress.get("global_digest")) is None:
+            if "loss" in progress:
+                course.losses.add(progress.get("batch", 0), progress["loss"])
+            if "global_digest" not in progress:
                 return
-            step = progress.get("digest_step") or 0
+            step, digest = progress.get("digest_step", 0), progress["global_digest"]
             if course.digests.get(step, digest) != digest:
                 # The run has resumed from before this step: others will report it again too.
                 for each in self._courses.values():
@@ -99,8 +99,11 @@ class Heartbeats:
     def losses(self) -> dict[str, list[tuple[int, float]]]:
         """The losses of each group that has reported any, as rows of batch and loss."""
         with self._lock:
-            each = {id: course.losses.points for id, course in self._courses.items()}
-        return {id: points for id, points in each.items() if points}
+            return {
+                id: points
+                for id, course in self._courses.items()
+                if (points := course.losses.points)
+            }
 
     def agreement(self) -> dict[str, Any] | None:
         """Whether the groups' parameters are equal, see ``agreement_of``."""

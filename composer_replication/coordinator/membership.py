@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from importlib.metadata import version
 from typing import Any
 
@@ -42,11 +43,8 @@ def ask_for_run(options: ReplicaOptions) -> RunInfo:
         SettingsMismatch: It lacks a setting that this version has, or the other way round.
         ValueError: It rejects the token.
     """
-    client = client_of(options)
-    try:
+    with closing(client_of(options)) as client:
         return ask_on_rank_0(client.info)
-    finally:
-        client.close()
 
 
 class Membership:
@@ -88,7 +86,6 @@ class Membership:
         self.replica_id = replica_id_of(options)
         self.session = uuid.uuid4().hex
         self._timeout_s = info.heartbeat_timeout_s
-        self._interval_s = self._timeout_s / self.HEARTBEATS_IN_LIMIT
         self._registration = {
             "replica_id": self.replica_id,
             "session": self.session,
@@ -142,8 +139,7 @@ class Membership:
 
     def report_progress(self, progress: Mapping[str, Any]) -> None:
         """Set what the next heartbeat reports, without numbers that JSON does not have."""
-        known = finite(progress)
-        self._progress = {name: value for name, value in known.items() if value is not None}
+        self._progress = finite(progress)
 
     def report_commit(self, report: CommitReport) -> None:
         """Send a report after the next heartbeat, instead of one that has not arrived yet."""
@@ -191,7 +187,8 @@ class Membership:
 
     def _report_all(self) -> None:
         last = time.monotonic()
-        while not self._left.wait(last + self._interval_s - time.monotonic()):
+        interval_s = self._timeout_s / self.HEARTBEATS_IN_LIMIT
+        while not self._left.wait(last + interval_s - time.monotonic()):
             last = time.monotonic()
             # An error that nobody has foreseen costs one heartbeat, not all that follow.
             with fence("the coordinator how this group is doing"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from composer_replication.coordinator.database import Database, RejectedError
@@ -43,7 +41,7 @@ class Incarnation:
     session: str
     registered_at: float
     last_seen: float
-    progress: dict[str, Any] | None = None
+    progress: Mapping[str, Any] | None = None
     left_at: float | None = None
 
 
@@ -88,24 +86,22 @@ class Registry:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.clock = clock
         began = clock()
-        # Heartbeats use memory alone, under a lock that nobody holds during a transaction. Under
-        # the database's lock, heartbeats would wait for a slow disk, and all groups would look
-        # dead.
-        self._lock = threading.Lock()
         self._tensors: Mapping[str, str] = {}  # of the run's model, once a group has registered
         self.heartbeats = Heartbeats()
         rows = database.read("SELECT replica_id, session FROM replicas")
         self._incarnations = {id: Incarnation(session, began, began) for id, session in rows}
-        self._unknown = Incarnation("", began, began)
+        self._unknown = Incarnation("", began, began, left_at=began)
 
     def register(
         self,
         replica_id: str,
         session: str,
-        about: Mapping[str, Any],
-        versions: Mapping[str, str],
+        *,
         model: str,
-        tensors: Mapping[str, str] = MappingProxyType({}),
+        tensors: Mapping[str, str],
+        host: str,
+        world_size: int,
+        **versions: str,
     ) -> None:
         """Register a replica group. The first group determines the model of the run.
 
@@ -113,10 +109,11 @@ class Registry:
             replica_id: Name of the group.
             session: Random name of the incarnation. A repeated call with the same one changes
                 nothing.
-            about: Host and world size.
-            versions: Versions that the group runs on.
             model: Fingerprint of the tensors that it synchronizes.
             tensors: Their shapes and dtypes by name, for the message.
+            host: Where the group runs.
+            world_size: Its ranks.
+            **versions: Versions that the group runs on.
 
         Raises:
             DuplicateError: A live group has the name.
@@ -128,9 +125,9 @@ class Registry:
                     f"this group has {name} {theirs}, the run has {own}: install the same version"
                 )
         with self._database.transaction() as cursor:  # one registration at a time
-            known = self._incarnations.get(replica_id)
-            is_new = known is None or known.session != session
-            if known is not None and is_new and self.is_alive(replica_id):
+            known = self._of(replica_id)
+            is_new = known.session != session
+            if is_new and self.is_alive(replica_id):
                 raise DuplicateError(
                     f"a replica group {replica_id!r} is alive: give each group a REPLICA_GROUP_ID "
                     "of its own, or end that one"
@@ -146,14 +143,13 @@ class Registry:
                 "INSERT INTO replicas VALUES (?, ?, ?, 1) ON CONFLICT (replica_id) DO UPDATE SET"
                 " registrations = registrations + (session != excluded.session),"
                 " session = excluded.session, about = excluded.about",
-                (replica_id, session, json.dumps(dict(about))),
+                (replica_id, session, json.dumps({"host": host, "world_size": world_size})),
             )
         self._tensors = tensors
-        with self._lock:  # from here on requests of the previous session are rejected
-            now = self.clock()
-            since = now if known is None or is_new else known.registered_at
-            joining = {"phase": "joining"}
-            self._incarnations[replica_id] = Incarnation(session, since, now, joining)
+        now = self.clock()
+        since = now if is_new else known.registered_at
+        # From here on requests of the previous session are rejected.
+        self._incarnations[replica_id] = Incarnation(session, since, now, {"phase": "joining"})
 
     def heartbeat(self, replica_id: str, session: str, progress: Mapping[str, Any]) -> None:
         """Record that a group is alive, and its heartbeat's fields. It never waits for the disk.
@@ -161,10 +157,12 @@ class Registry:
         Raises:
             OutdatedError: Another session has registered under the name.
         """
-        with self._lock:
-            since = self._registered(replica_id, session).registered_at
-            now = self.clock()
-            self._incarnations[replica_id] = Incarnation(session, since, now, dict(progress))
+        # Without the database's lock, for which it would wait while the disk is slow, until all
+        # groups looked dead. A registration that comes meanwhile replaces the whole object.
+        incarnation = self._registered(replica_id, session)
+        incarnation.last_seen = self.clock()
+        incarnation.progress = progress
+        incarnation.left_at = None
         self.heartbeats.add(replica_id, progress)
 
     def end(self, replica_id: str) -> None:
@@ -172,9 +170,8 @@ class Registry:
 
         The caller is the launcher that started the group.
         """
-        with self._lock:
-            if replica_id in self._incarnations:
-                self._incarnations[replica_id].left_at = self.clock()
+        if replica_id in self._incarnations:
+            self._incarnations[replica_id].left_at = self.clock()
 
     def leave(self, replica_id: str, session: str) -> None:
         """Record that a group has finished.
@@ -182,10 +179,9 @@ class Registry:
         Raises:
             OutdatedError: Another session has registered under the name.
         """
-        with self._lock:
-            incarnation = self._registered(replica_id, session)
-            incarnation.left_at = self.clock()
-            incarnation.progress = {**(incarnation.progress or {}), "phase": "finished"}
+        incarnation = self._registered(replica_id, session)
+        incarnation.left_at = self.clock()
+        incarnation.progress = {**(incarnation.progress or {}), "phase": "finished"}
         self._events.add(f"replica group {replica_id} has left")
 
     def _registered(self, replica_id: str, session: str) -> Incarnation:
@@ -217,7 +213,7 @@ class Registry:
             session: The session of the incarnation.
         """
         incarnation = self._of(replica_id)
-        if replica_id in self._incarnations and incarnation.session != session:
+        if incarnation.session != session:
             return End(incarnation.registered_at)
         if incarnation.left_at is not None:
             return End(incarnation.left_at)
@@ -232,7 +228,8 @@ class Registry:
         )
         groups = []
         for replica_id, about, registrations in rows:
-            incarnation, progress = self._of(replica_id), self._of(replica_id).progress
+            incarnation = self._of(replica_id)
+            progress = incarnation.progress
             seen = None if progress is None else round(self.clock() - incarnation.last_seen, 1)
             groups.append(
                 {"replica_id": replica_id, "registrations": registrations}

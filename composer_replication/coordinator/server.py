@@ -1,9 +1,9 @@
 """Runs the coordinator and its lighthouse, in a process of their own or inside the launcher's."""
 
+import asyncio
 import json
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
 from composer_replication import __version__
-from composer_replication.arguments import check_names, defaults_of, shows
+from composer_replication.arguments import among, check_names, defaults_of, shows
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.api import Record, RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
 from composer_replication.coordinator.events import Events
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.page import PAGE_DATA
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
@@ -27,7 +27,7 @@ from composer_replication.replica.lighthouse import (
     LastingServer,
     start_lighthouse,
 )
-from composer_replication.settings import DiLoCoSettings, differing
+from composer_replication.settings import DiLoCoSettings, SettingKeywords, differing
 from composer_replication.util.connections import raise_file_limit
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import open_lock, replace_json
@@ -37,9 +37,6 @@ STATE = "coordinator.sqlite"
 
 LOCK = "coordinator.lock"
 """Name of a file in the state folder. The process that serves the folder holds a lock on it."""
-
-LOOK_EVERY_S = 2.0
-"""How often the coordinator tries whether its lighthouse accepts connections, in seconds."""
 
 
 class ServiceKeywords(TypedDict, total=False):
@@ -124,17 +121,16 @@ class Coordinator:
             store_settings(database, events, settings, source, all_start)
             versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
             registry = Registry(database, events, versions, heartbeat_timeout_s)
-            service = HttpService(bind, ssl_certfile, given["ssl_keyfile"])
-            self._http = opened.enter_context(closing(service))
+            listening = opened.enter_context(Listener(bind))
             lighthouse = _start_lighthouse_beside(
                 bind, given["straggler_timeout_s"], given["lighthouse_heartbeat_ms"]
             )
             opened.callback(lighthouse.shutdown)
-            opened.callback(_keep_up(lighthouse))
-            host, is_guessed = _reachable_as(bind, hostname)
+            host, is_guessed = _reachable_as(listening.host, hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
-            self.address = f"{'https' if ssl_certfile else 'http'}://{host}:{self._http.port}"
+            scheme = "https" if ssl_certfile else "http"
+            self.address = f"{scheme}://{host}:{listening.port}"
             info = RunInfo(
                 settings=settings,
                 settings_source=source,
@@ -158,11 +154,16 @@ class Coordinator:
             app = create_app(
                 self._run,
                 tokens=tokens,
-                hosts=None if tokens else _loopback_names(bind, hostname),
+                hosts=None if tokens else _loopback_names(listening.host, hostname),
             )
-            self._http.start(app)
+
+            async def keep_up() -> None:
+                with fence("whether the lighthouse answers"):
+                    await asyncio.to_thread(lighthouse.restart_if_it_refuses, "The lighthouse")
+
+            self._http = HttpService(app, listening, keep_up, ssl_certfile, given["ssl_keyfile"])
+            opened.callback(self._http.close)
             self._open = opened.pop_all()
-        self._registry = registry
         self._state_dir = state_dir
 
     @property
@@ -172,7 +173,7 @@ class Coordinator:
 
     def group_has_ended(self, replica_id: int | str) -> None:
         """Free the name of a group whose processes have ended, so that it can restart at once."""
-        self._registry.end(str(replica_id))
+        self._run.registry.end(str(replica_id))
 
     def shutdown(self) -> None:
         """Stop the service and the lighthouse. What the service has answered is on the disk.
@@ -203,40 +204,21 @@ def _start_lighthouse_beside(
         ) from error
 
 
-def _keep_up(lighthouse: LastingServer) -> Callable[[], None]:
-    """Start the lighthouse again when it has stopped accepting; return what ends the watch."""
-    closing = threading.Event()
-
-    def watch() -> None:
-        while not closing.wait(LOOK_EVERY_S):
-            with fence("whether the lighthouse answers"):
-                lighthouse.restart_if_it_refuses("The lighthouse")
-
-    thread = threading.Thread(target=watch, name="lighthouse", daemon=True)
-    thread.start()
-
-    def end() -> None:
-        closing.set()
-        thread.join()
-
-    return end
-
-
-def _reachable_as(bind: str, hostname: str | None) -> tuple[str, bool]:
+def _reachable_as(address: str, hostname: str | None) -> tuple[str, bool]:
     """The host name for groups, and whether it is a guess, namely the machine's own name.
 
     It is a guess if the service listens on every interface and no ``hostname`` was given.
     """
-    host = hostname or bind.rpartition(":")[0].strip("[]")
+    host = hostname or address
     is_guessed = host in ("::", "0.0.0.0")
     return (socket.gethostname() if is_guessed else bracketed(host)), is_guessed
 
 
-def _loopback_names(bind: str, hostname: str | None) -> list[str] | None:
+def _loopback_names(address: str, hostname: str | None) -> list[str] | None:
     """Host names of a service that only this machine reaches; None if other machines reach it."""
     return (
         ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
-        if is_loopback(bind.rpartition(":")[0])
+        if is_loopback(address)
         else None
     )
 
@@ -264,7 +246,9 @@ def store_settings(
     now = _as_stored(settings)
     with database.transaction() as cursor:
         row = cursor.execute("SELECT settings FROM settings").fetchone()
-        before = now if row is None else _of_this_version(json.loads(row[0]))
+        # Another version has stored it: without those that are gone, with the defaults of new ones.
+        defaults = _as_stored(DiLoCoSettings())
+        before = now if row is None else defaults | among(json.loads(row[0]), SettingKeywords)
         changes = ", ".join(
             f"{name} {before[name]!r} before, {now[name]!r} now" for name in differing(before, now)
         )
@@ -284,9 +268,3 @@ def store_settings(
 def _as_stored(settings: DiLoCoSettings) -> dict[str, Any]:
     """The settings as they are read from the database: a tuple is a list there."""
     return json.loads(json.dumps(asdict(settings)))
-
-
-def _of_this_version(stored: dict[str, Any]) -> dict[str, Any]:
-    """Settings that another version has stored: without those that are gone, with new defaults."""
-    known = _as_stored(DiLoCoSettings())
-    return known | {name: value for name, value in stored.items() if name in known}

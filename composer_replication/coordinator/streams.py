@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Set
+from collections.abc import Collection
 
 from composer_replication.coordinator.database import Database
 from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import End, Registry
 from composer_replication.coordinator.tables import StreamRow
-from composer_replication.coordinator.work_units import LedgerEntries, WorkUnits
+from composer_replication.coordinator.work_units import LedgerRows, WorkUnits
 
 
 class Streams:
@@ -26,6 +25,11 @@ class Streams:
         database: Holds all of this.
         registry: Knows which groups are dead.
         events: Receives samples that become available again.
+
+    Attributes:
+        units: The work units.
+        outer_step: The largest outer step so far; after a rewind, that of the checkpoint. 0 before
+            any. It may not be in the database yet.
     """
 
     def __init__(self, database: Database, registry: Registry, events: Events) -> None:
@@ -33,17 +37,11 @@ class Streams:
         self._registry = registry
         self._events = events
         self.units = WorkUnits(database)
-        self._newest: tuple[int, Set[int]] = (0, set())
+        self._newest: tuple[int, Collection[int]] = (0, ())
         """The newest outer step reported to this process, and the streams that took part in it."""
-        self._max_observed = 0
-        """The largest outer step in a heartbeat. It may not be in the database yet."""
-        self._served_from = self._stored_outer_step()
-
-    @property
-    def outer_step(self) -> int:
-        """The largest outer step so far; after a rewind, that of the checkpoint. 0 before any."""
-        # In this order: a heartbeat may come while this waits for the disk.
-        return max(self._stored_outer_step(), self._max_observed)
+        rows = database.read("SELECT outer_step FROM outer_step")
+        self._served_from = rows[0][0] if rows and type(rows[0][0]) is int else 0
+        self.outer_step: int = self._served_from
 
     def observe_outer_step(self, outer_step: int) -> bool:
         """Record an outer step in memory.
@@ -51,18 +49,18 @@ class Streams:
         Returns:
             Whether it is new, so that ``store_outer_step`` has to store it.
         """
-        is_new = outer_step > self._max_observed
-        self._max_observed = max(self._max_observed, outer_step)
+        is_new = outer_step > self.outer_step
+        if is_new:
+            self.outer_step = outer_step
         return is_new
 
-    def store_outer_step(self, outer_step: int) -> None:
-        """Store an outer step: a run that has any must not start from nothing by accident."""
+    def store_outer_step(self) -> None:
+        """Store the outer step: a run that has any must not start from nothing by accident."""
         with self._database.transaction() as cursor:
-            if outer_step > self._stored_outer_step():
-                _set_outer_step(cursor, outer_step)
+            cursor.execute("INSERT OR REPLACE INTO outer_step VALUES (1, ?)", (self.outer_step,))
 
     def commit(
-        self, outer_step: int, ledger: LedgerEntries, present: Set[int], age_s: float
+        self, outer_step: int, ledger: LedgerRows, present: Collection[int], age_s: float
     ) -> list[int]:
         """Record a sync.
 
@@ -78,7 +76,8 @@ class Streams:
         ended = self._registry.clock() - age_s
         with self._database.transaction():
             lost = self._commit(ledger)
-            self.store_outer_step(outer_step)
+            self.observe_outer_step(outer_step)
+            self.store_outer_step()
             self._newest = max((outer_step, present), self._newest, key=lambda sync: sync[0])
             for stream in self.units.open_streams():
                 if stream.key not in present:
@@ -87,7 +86,7 @@ class Streams:
                         self._close(stream.key)
         return lost
 
-    def release(self, stream: int, ledger: LedgerEntries) -> list[int]:
+    def release(self, stream: int, ledger: LedgerRows) -> list[int]:
         """Close a stream that its group no longer reads. A stream that was lost is closed already.
 
         Args:
@@ -102,7 +101,7 @@ class Streams:
             self._close(stream)
         return lost
 
-    def _commit(self, ledger: LedgerEntries) -> list[int]:
+    def _commit(self, ledger: LedgerRows) -> list[int]:
         lost = self.units.commit(ledger)
         if lost:
             if self.units.gap is None:
@@ -114,7 +113,7 @@ class Streams:
             self.units.widen_gap(self._served_from, sum(lost.values()))
         return list(lost)
 
-    def rewind(self, outer_step: int, ledger: LedgerEntries) -> None:
+    def rewind(self, outer_step: int, ledger: LedgerRows) -> None:
         """Continue the run from a checkpoint.
 
         Every group that resumes sends this request. One that arrives late changes nothing: by then
@@ -128,7 +127,7 @@ class Streams:
             UnknownStream: The checkpoint has samples of leases of another state folder. Nothing
                 changes then.
         """
-        with self._database.transaction() as cursor:
+        with self._database.transaction():
             if self._has_passed(outer_step):
                 self._events.add(f"the run has already continued from outer step {outer_step}")
                 return
@@ -137,9 +136,9 @@ class Streams:
                 self._events.add(
                     f"the run continues from outer step {outer_step}, not {self.outer_step}"
                 )
-                _set_outer_step(cursor, outer_step)
-            self._max_observed = 0
-            self._newest = outer_step, set()
+            self.outer_step = outer_step
+            self.store_outer_step()
+            self._newest = outer_step, ()
 
     def _is_needed(self, stream: StreamRow, end: End) -> bool:
         """Whether others need a dead group's samples now, or it can never come back to them."""
@@ -166,11 +165,3 @@ class Streams:
                 f"{closed.samples - closed.position} uncommitted samples of replica group "
                 f"{closed.replica_id} are available again{part}"
             )
-
-    def _stored_outer_step(self) -> int:
-        rows = self._database.read("SELECT outer_step FROM outer_step")
-        return rows[0][0] if rows and type(rows[0][0]) is int else 0
-
-
-def _set_outer_step(cursor: sqlite3.Cursor, outer_step: int) -> None:
-    cursor.execute("INSERT OR REPLACE INTO outer_step VALUES (1, ?)", (outer_step,))

@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 MAX_UNITS = 2**24
 """Most units of a dataset: an epoch's order is computed in memory while other requests wait."""
 
-NO_RANK = -1
-"""The ``epoch_rank`` of an empty lease."""
+NO_PLACE = -1
+"""The ``place`` of an empty lease."""
 
 
 class DatasetMismatch(RejectedError):
@@ -104,16 +104,15 @@ class StreamRow(NamedTuple):
     samples: int
     position: int
     in_part: int
-    at_lease: int
 
     @property
     def is_valid(self) -> bool:
         """Whether the numbers are possible."""
-        return 0 <= self.position <= self.in_part <= self.samples and 0 <= self.at_lease
+        return 0 <= self.position <= self.in_part <= self.samples
 
 
 class LeaseRow(NamedTuple):
-    """A lease: samples ``[start, stop)`` of the unit at ``epoch_rank``.
+    """A lease: samples ``[start, stop)`` of the unit at ``place`` in the epoch's order.
 
     The first of them is sample ``stream_start`` of the stream.
     """
@@ -123,7 +122,7 @@ class LeaseRow(NamedTuple):
     stream: int
     number: int
     epoch: int
-    epoch_rank: int
+    place: int
     start: int
     stop: int
     stream_start: int
@@ -133,7 +132,7 @@ class LeaseRow(NamedTuple):
         """Whether the numbers are possible."""
         size = self.stop - self.start
         return min(self.start, self.stream_start) >= 0 and (
-            size > 0 <= self.epoch_rank or (size == 0 and self.epoch_rank == NO_RANK)
+            size > 0 <= self.place or (size == 0 and self.place == NO_PLACE)
         )
 
 
@@ -143,7 +142,7 @@ class ReturnedRow(NamedTuple):
     TABLE = "returned"
 
     epoch: int
-    epoch_rank: int
+    place: int
     start: int
     stop: int
 
@@ -153,12 +152,13 @@ class ReturnedRow(NamedTuple):
         return min(self) >= 0 and self.start < self.stop
 
 
-Row = TypeVar("Row", DatasetRow, EpochRow, StreamRow, LeaseRow, ReturnedRow)
+AnyRow = DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow
+Row = TypeVar("Row", bound=AnyRow)
 
 _TEXTS = {"dataset_id", "name", "replica_id", "session"}
 
 
-def is_valid_row(row: DatasetRow | EpochRow | StreamRow | LeaseRow | ReturnedRow) -> bool:
+def is_valid_row(row: AnyRow) -> bool:
     """Whether a row has the right types and possible values.
 
     A damaged row is logged. Callers leave it out.

@@ -20,6 +20,9 @@ from composer_replication.settings import (
     differing,
 )
 
+SIGN = "X-Composer-Replication"
+"""The header that every answer of the coordinator has, and no proxy's or other service's."""
+
 
 def digests_of(section: Mapping[str, Any]) -> dict[str, str]:
     """Return a digest of each value in a section of a config, which may be a secret."""
@@ -75,7 +78,7 @@ class RunInfo:
         options = {"num_replicas": self.num_replicas, "min_replica_size": self.min_replicas}
         run = asdict(self.settings) | options
         mine = asdict(DiLoCoSettings(**among(named, SettingKeywords)))
-        mine |= {name: named.get(name) or value for name, value in options.items()}
+        mine |= {name: named.get(name) for name in options}
         if names := [name for name in differing(mine, run) if named.get(name) is not None]:
             raise SettingsMismatch(
                 f"the settings of this run are the coordinator's ({address}, from "
@@ -136,6 +139,11 @@ class DatasetSpec:
     unit_size: int
     shuffle: bool = True
 
+    @property
+    def num_units(self) -> int:
+        """The number of units."""
+        return -(-self.length // self.unit_size)
+
     def size_of(self, unit: int) -> int:
         """Number of samples in a unit: the last one may be shorter."""
         return min(self.unit_size, self.length - unit * self.unit_size)
@@ -152,9 +160,9 @@ class DatasetSpec:
 class Lease:
     """The part ``[start, stop)`` of a unit, in the unit's own order.
 
-    An empty lease means that nothing of its epoch was available. ``stream_start`` samples of the
-    stream come before it. ``is_open`` is false if the coordinator has closed the stream, after
-    which its remaining samples belong to other groups.
+    An empty lease, at which the stream pauses, means that nothing of its epoch was available.
+    ``stream_start`` samples of the stream come before it. ``is_open`` is false if the coordinator
+    has closed the stream, after which its remaining samples belong to other groups.
     """
 
     number: int
@@ -164,11 +172,6 @@ class Lease:
     stop: int
     stream_start: int
     is_open: bool = True
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the stream pauses here."""
-        return self.start == self.stop
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from composer_replication.coordinator.accounting import grant, read_lease, update_stream
@@ -33,8 +33,8 @@ from composer_replication.coordinator.tables import (
 )
 from composer_replication.coordinator.wire_types import Lease
 
-LedgerEntries = Mapping[int, tuple[int, int]]
-"""By stream, the samples that are in the model, and those that are in some part of it."""
+LedgerRows = Iterable[Sequence[int]]
+"""Of each stream: its key, the samples that are in the model, those in some part of the model."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class WorkUnits:
                 grant(cursor, holder, dataset, epoch)
             return read_lease(cursor, holder, dataset, number)
 
-    def commit(self, ledger: LedgerEntries) -> dict[int, int]:
+    def commit(self, ledger: LedgerRows) -> dict[int, int]:
         """Record what the model has been trained on, by the ledger of a sync.
 
         Of the known position and the reported one, the larger counts. Samples of a closed stream
@@ -210,11 +210,12 @@ class WorkUnits:
         with self._database.transaction() as cursor:
             rows, lost = _compare(cursor, ledger)
             for row, position, in_part in rows:
-                newest = {
-                    "position": max(position, row.position),
-                    "in_part": max(in_part, row.in_part),
-                }
-                update_stream(cursor, row, **newest)
+                update_stream(
+                    cursor,
+                    row,
+                    position=max(position, row.position),
+                    in_part=max(in_part, row.in_part),
+                )
         return lost
 
     @property
@@ -297,7 +298,7 @@ class WorkUnits:
                     "stream."
                 )
 
-    def rewind(self, ledger: LedgerEntries) -> None:
+    def rewind(self, ledger: LedgerRows) -> None:
         """Continue the run from a checkpoint: the model has what this ledger says, and no more.
 
         Samples that are undone become available if their stream is closed, and leased if it is
@@ -341,7 +342,7 @@ class WorkUnits:
 
 
 def _compare(
-    cursor: sqlite3.Cursor, ledger: LedgerEntries
+    cursor: sqlite3.Cursor, ledger: LedgerRows
 ) -> tuple[list[tuple[StreamRow, int, int]], dict[int, int]]:
     """Compare a ledger with the leases.
 
@@ -350,7 +351,7 @@ def _compare(
         by stream the number of samples beyond that.
     """
     rows, lost = [], {}
-    for stream, (position, in_part) in ledger.items():
+    for stream, position, in_part in ledger:
         row = find_stream(cursor, stream)
         leased = 0 if row is None else row.samples
         if in_part > leased:

@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -180,7 +181,6 @@ class LeasedData(GroupData):
         self._client = membership.client.with_limits(retry_s=math.inf)
         self._sync_idle = sync_idle
         self._stream = 0  # none so far
-        self._num_streams = 0
         self._epoch = 0
         self._is_last_epoch = False
         ask_on_rank_0(lambda: membership.client.create_dataset(loader.spec))
@@ -230,8 +230,7 @@ class LeasedData(GroupData):
         if self._stream:
             self._client.release_stream(self._stream, self._diloco.ledger.rows())
         self._client.create_dataset(spec)  # the state folder may be a new one
-        name = f"{member.session}/{self._num_streams}"
-        self._num_streams += 1
+        name = uuid.uuid4().hex  # the same in each attempt
         return self._client.open_stream(name, spec.dataset_id, member.replica_id, member.session)
 
     def _read(self, stream: int, position: StreamPosition) -> None:

@@ -9,9 +9,14 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from composer_replication.arguments import check_integer
 from composer_replication.coordinator.wire_types import DatasetSpec
-from composer_replication.data.sample_stream import LeaseSource, StreamPosition, StreamReader
-from composer_replication.diloco.equal_samples import digest_of_samples
+from composer_replication.data.sample_stream import (
+    LeaseSource,
+    StreamPosition,
+    StreamReader,
+    content_of,
+)
 from composer_replication.replica.ranks import rank, world_size
 
 
@@ -67,22 +72,20 @@ class ReplicaDataLoader(DataLoader):
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("unit_size", unit_size)):
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_integer("batch_size", batch_size, at_least=1)
+        check_integer("unit_size", unit_size, at_least=1)
         samples = MapStyle(dataset) if isinstance(dataset, IterableDataset) else dataset
         length = len(samples)  # pyright: ignore[reportArgumentType]
         if not length:
             raise ValueError(f"{type(dataset).__name__} has no samples")
         if dataset_id is None:
-            content = _content_of(samples, length, num_workers)
+            content = content_of(samples, length, num_workers) or "unknown"
             dataset_id = f"{type(dataset).__name__} {length} {content}"
         self.spec = DatasetSpec(dataset_id, length, seed, unit_size, shuffle)
         self.position = StreamPosition()
         self.position_before: StreamPosition | None = None
         self._samples = StreamSampler(samples, batch_size)
         self._to_skip: int | None = None
-        self._changes_stream = False
         self._has_more: Callable[[], bool] = lambda: False
         super().__init__(
             samples,
@@ -110,7 +113,6 @@ class ReplicaDataLoader(DataLoader):
         Returns:
             The stream's reader.
         """
-        self._changes_stream = self._samples.reader is not None
         reader = StreamReader(self.spec, source, position)
         self._samples.reader = reader
         self._samples.positions.clear()
@@ -122,8 +124,8 @@ class ReplicaDataLoader(DataLoader):
     def __len__(self) -> int:
         """An upper bound of a group's batches in an epoch: Composer stops there."""
         of_ranks = self._samples.batch_size * self._samples.num_replicas
-        num_units = -(-self.spec.length // self.spec.unit_size)
-        return -(-self.spec.length // of_ranks) + num_units  # each may end in a smaller batch
+        # Each unit may end in a smaller batch.
+        return -(-self.spec.length // of_ranks) + self.spec.num_units
 
     def pause(self) -> None:
         """Yield nothing until ``begin``: at a resume Composer reads a batch of each past epoch."""
@@ -141,23 +143,19 @@ class ReplicaDataLoader(DataLoader):
         for _ in range(self._to_skip):
             yield None  # not read again: the position in the stream says where to continue
         while True:
-            yield from self._until_pause()
-            if self._changes_stream:
-                continue
-            self.position = self._samples.reader.position
-            self.position_before = None
-            if not self._has_more():
-                return
-
-    def _until_pause(self) -> Iterator[Any]:
-        self._changes_stream = False
-        self._samples.positions.clear()
-        for batch in super().__iter__():
-            self.position_before = self.position
-            self.position = self._samples.positions.popleft()
-            yield batch
-            if self._changes_stream:
-                return  # the workers have read ahead in the stream before this one
+            reader = self._samples.reader
+            self._samples.positions.clear()
+            for batch in super().__iter__():
+                self.position_before = self.position
+                self.position = self._samples.positions.popleft()
+                yield batch
+                if self._samples.reader is not reader:
+                    break  # the workers have read ahead in the stream before this one
+            else:
+                self.position = reader.position
+                self.position_before = None
+                if not self._has_more():
+                    return
 
 
 class StreamSampler(DistributedSampler[int]):
@@ -217,20 +215,3 @@ class MapStyle(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return cast(Any, self._dataset)[index]
-
-
-def _content_of(samples: Dataset[Any], length: int, num_workers: int) -> str:
-    """A digest of three samples; "unknown" if they differ when they are read again.
-
-    They are read where training reads them, since a dataset may open its files in a worker.
-    """
-    picked = [0, length // 2, length - 1]
-    first, again = DataLoader(
-        samples,
-        batch_size=len(picked),
-        sampler=picked * 2,
-        collate_fn=digest_of_samples,
-        num_workers=min(num_workers, 1),
-        generator=torch.Generator(),
-    )
-    return first[:16] if first and first == again else "unknown"

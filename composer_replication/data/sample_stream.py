@@ -9,12 +9,14 @@ import contextlib
 import inspect
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import IterableDataset, Subset
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
 from composer_replication.diloco.equal_samples import digest_of_samples
@@ -53,7 +55,7 @@ class StreamReader:
         self._source = source
         self._number = position.number
         self._samples = position.samples
-        self._current: list[int] = []
+        self._current: deque[int] = deque()
         self._next: Future[Lease] | None = None
         self.is_closed = False
 
@@ -66,38 +68,33 @@ class StreamReader:
         """The next samples: fewer than ``count`` where the stream pauses, and then none, once."""
         samples: list[int] = []
         while len(samples) < count:
-            if not self._current and not self._open_next(epoch):
+            if not self._current and (pause := self._open_next(epoch)):
                 if not samples:  # else the pause comes next, also for a group that resumes here
-                    self._pass_pause()
+                    self._next = None
+                    self._number += pause.is_open  # that of a closed stream is no part of it
+                    self.is_closed = not pause.is_open
                 return samples
-            part = self._current[: count - len(samples)]
-            self._current = self._current[len(part) :]
-            self._samples += len(part)
-            samples += part
+            samples.append(self._current.popleft())
+            self._samples += 1
             if not self._current:
                 self._number += 1
         return samples
 
-    def _open_next(self, epoch: int) -> bool:
+    def _open_next(self, epoch: int) -> Lease | None:
+        """Open the next lease. Returns the one at which the stream pauses, if it is next."""
         while not self._current:
             if self._next is None:
                 self._next = self._ask(self._number, epoch)
             lease = self._next.result()
-            if lease.is_empty:
-                return False
+            if lease.start == lease.stop:  # the stream pauses here
+                return lease
             self._next = self._ask(self._number + 1, epoch)
             # All of it, unless this is where a resume begins.
-            self._current = self._dataset.samples(lease)[self._samples - lease.stream_start :]
-            if not self._current:
+            rest = self._dataset.samples(lease)[self._samples - lease.stream_start :]
+            self._current.extend(rest)
+            if not rest:
                 self._number += 1
-        return True
-
-    def _pass_pause(self) -> None:
-        assert self._next is not None, "_open_next has asked for it"
-        is_open = self._next.result().is_open
-        self._next = None
-        self._number += is_open  # the pause of a closed stream is no part of it
-        self.is_closed = not is_open
+        return None
 
     def _ask(self, number: int, epoch: int) -> Future[Lease]:
         # Not by an executor: the interpreter waits for an executor's threads when it exits, and
@@ -130,14 +127,13 @@ class FixedShards:
     """
 
     def __init__(self, dataset: DatasetSpec, replica_rank: int, num_replicas: int) -> None:
-        num_units = -(-dataset.length // dataset.unit_size)
-        if num_units < num_replicas:
+        if dataset.num_units < num_replicas:
             raise ValueError(
                 f"{dataset.length} samples in units of unit_size={dataset.unit_size} are "
-                f"{num_units} units for num_replicas={num_replicas} groups: use a unit_size "
-                f"of at most {max(1, dataset.length // num_replicas)}"
+                f"{dataset.num_units} units for num_replicas={num_replicas} groups: use a "
+                f"unit_size of at most {max(1, dataset.length // num_replicas)}"
             )
-        self._leases = _leases(dataset, num_units, slice(replica_rank, None, num_replicas))
+        self._leases = _leases(dataset, slice(replica_rank, None, num_replicas))
         self._newest = next(self._leases)
 
     def lease(self, number: int, epoch: int) -> Lease:
@@ -148,11 +144,11 @@ class FixedShards:
         return self._newest
 
 
-def _leases(dataset: DatasetSpec, num_units: int, shard: slice) -> Iterator[Lease]:
+def _leases(dataset: DatasetSpec, shard: slice) -> Iterator[Lease]:
     number = 0
     samples = 0
     for epoch in itertools.count():
-        order = shuffled(num_units, f"{dataset.seed} {epoch}")
+        order = shuffled(dataset.num_units, f"{dataset.seed} {epoch}")
         for unit in order[shard]:
             size = dataset.size_of(unit)
             yield Lease(number, epoch, unit, 0, size, samples)
@@ -191,13 +187,8 @@ def replica_shard(dataset: Any) -> Any:
             dataset can only be iterated and is not one of ``datasets``.
     """
     options = ReplicaOptions().with_environment()
-    name = replica_id_of(options)
     count = options.num_replicas or 1
-    if not name.isdecimal() or int(name) >= count:
-        raise ValueError(
-            f"REPLICA_GROUP_ID={name!r} does not say which part of the data is this group's: "
-            f"number the {count} groups 0 to {count - 1}"
-        )
+    number = shard_of(replica_id_of(options), count)
     _divided.append(dataset)
     if isinstance(dataset, IterableDataset):
         if not hasattr(dataset, "shard"):
@@ -220,9 +211,9 @@ def replica_shard(dataset: Any) -> Any:
                     "which needs datasets 5.1 or newer to divide it: upgrade it, or give "
                     "replica_shard the stream as it was loaded"
                 )
-        return split_dataset_by_node(dataset, int(name), count, **how)
+        return split_dataset_by_node(dataset, number, count, **how)
     # Each group gets the same number of samples.
-    own = range(int(name), len(dataset) - len(dataset) % count, count)
+    own = range(number, len(dataset) - len(dataset) % count, count)
     return dataset.select(own) if hasattr(dataset, "select") else Subset(dataset, own)
 
 
@@ -237,11 +228,10 @@ def _counts_samples(dataset: Any) -> bool:
 def _parts_of(part: Any) -> Iterator[Any]:
     """Yield a stream of ``datasets``, and all that it is made of."""
     yield part
-    made_of = [*getattr(part, "ex_iterables", ())]
     for name in ("_ex_iterable", "ex_iterable"):
-        if getattr(part, name, None) is not None:
-            made_of.append(getattr(part, name))
-    for each in made_of:
+        if (made_of := getattr(part, name, None)) is not None:
+            yield from _parts_of(made_of)
+    for each in getattr(part, "ex_iterables", ()):
         yield from _parts_of(each)
 
 
@@ -265,10 +255,24 @@ def _order_of(dataset: Any) -> str:
     if isinstance(dataset, IterableDataset):  # reading it may take long: how it is shuffled
         parts = _parts_of(dataset)
         return digest_of_samples([part.generator for part in parts if hasattr(part, "generator")])
-    last = len(dataset) - 1
     with contextlib.suppress(Exception):  # what cannot be read fails where it is trained on
-        numbers = sorted({0, last // 2, last})
-        first = digest_of_samples([last, *map(dataset.__getitem__, numbers)])
-        again = digest_of_samples([last, *map(dataset.__getitem__, numbers)])
-        return first if first == again else ""
+        if content := content_of(dataset, len(dataset)):
+            return f"{len(dataset)} {content}"
     return ""
+
+
+def content_of(dataset: Any, length: int, num_workers: int = 0) -> str:
+    """A digest of three samples; empty if they differ when they are read again.
+
+    They are read where training reads them, since a dataset may open its files in a worker.
+    """
+    picked = [0, length // 2, length - 1]
+    first, again = DataLoader(
+        dataset,
+        batch_size=len(picked),
+        sampler=picked * 2,
+        collate_fn=digest_of_samples,
+        num_workers=min(num_workers, 1),
+        generator=torch.Generator(),
+    )
+    return first[:16] if first == again else ""

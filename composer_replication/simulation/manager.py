@@ -12,7 +12,14 @@ from torch.distributed import ReduceOp
 
 from composer_replication.replica.single_group import Collective, SingleGroupManager
 from composer_replication.settings import compare_groups
-from composer_replication.simulation.shared_buffer import Quorum, Request, SharedBuffer, Stopped
+from composer_replication.simulation.shared_buffer import (
+    Connection,
+    FaultKind,
+    Quorum,
+    Request,
+    SharedBuffer,
+    Stopped,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +38,7 @@ class SimulatedManager(SingleGroupManager):
         self._network = network
         self._replica_id = replica_id
         self._min_replica_size = min_replica_size
-        self._quorum: Quorum | None = None
+        self._quorum = Quorum({}, replica_id, None, Connection(()))  # before the first one
         self._has_failed = False
         self.num_replicas = None
         self._num_collectives = 0
@@ -49,9 +56,9 @@ class SimulatedManager(SingleGroupManager):
         request = Request(
             self._step, has_failed, self._user_state_dict, self.asks_to_gather, self.settings
         )
-        before, self._error, self._has_failed = self.connection, None, False
+        before, self._error, self._has_failed = self._quorum.connection, None, False
         self._quorum = quorum = self._join_quorum(request)
-        if self.connection != before:
+        if quorum.connection is not before:
             self._num_collectives = 0
         if self._fault_happens("kill"):
             raise Stopped
@@ -61,11 +68,10 @@ class SimulatedManager(SingleGroupManager):
             quorum.connection.isolated.add(self._replica_id)
         if self._fault_happens("fail_allreduce"):
             self._network.break_connection(quorum.connection)
-        if self._step < quorum.max_step:
-            assert quorum.state is not None, "a quorum with someone behind has a donor's state"
-            if self._network.consume_fault("kill_in_heal", self._replica_id, quorum.max_step):
+        if quorum.state is not None and self._step < quorum.max_step:
+            if self._network.happens("kill_in_heal", self._replica_id, quorum.max_step):
                 raise Stopped
-            if self._network.consume_fault("fail_heal", self._replica_id, quorum.max_step):
+            if self._network.happens("fail_heal", self._replica_id, quorum.max_step):
                 self._network.break_connection(quorum.connection)
                 self.report_error(ConnectionError("scripted fault: fail_heal"))
                 return
@@ -77,37 +83,33 @@ class SimulatedManager(SingleGroupManager):
         """Ask for a quorum until all its members have the same settings."""
         while True:
             quorum = self._network.join_quorum(self._replica_id, request)
-            others = compare_groups(quorum.settings, str(self._replica_id), quorum.donor)
+            settings = {str(id): request.settings for id, request in quorum.requests.items()}
+            others = compare_groups(settings, str(self._replica_id), str(quorum.donor))
             if not others:
                 return quorum
             for warning in others.values():
                 log.warning("%s", warning)
 
-    def _fault_happens(self, kind: str) -> bool:
-        return self._network.consume_fault(kind, self._replica_id, self._step)
+    def _fault_happens(self, kind: FaultKind) -> bool:
+        return self._network.happens(kind, self._replica_id, self._step)
 
     def num_participants(self) -> int:
         """The number of members of the quorum; 0 before the first one."""
-        return len(self._quorum.members) if self._quorum else 0
+        return len(self._quorum.requests)
 
     @property
     def gathers(self) -> bool:
         """Whether a member of the quorum asks that messages are gathered."""
-        return self._quorum is not None and self._quorum.gathers
+        return any(request.gathers for request in self._quorum.requests.values())
 
     @property
     def members(self) -> tuple[str, ...]:
         """The ids of the replicas in the quorum; empty before the first one."""
-        return tuple(map(str, self._quorum.members)) if self._quorum else ()
-
-    @property
-    def connection(self) -> int | None:
-        """The number of the connection to the members of the quorum; None before the first one."""
-        return self._quorum.connection.number if self._quorum else None
+        return tuple(map(str, self._quorum.requests))
 
     def participating_rank(self) -> int | None:
         """The rank of this replica in the quorum; None before the first one."""
-        return self._quorum.members.index(self._replica_id) if self._quorum else None
+        return self.members.index(str(self._replica_id)) if self.members else None
 
     def allreduce(
         self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
@@ -163,7 +165,6 @@ class SimulatedManager(SingleGroupManager):
             result: The tensor that receives the result.
             combine: Computes the result from the tensors of all members, in their order.
         """
-        assert self._quorum is not None, "a collective before start_quorum"
         connection, number = self._quorum.connection, self._num_collectives
         self._num_collectives += 1
         if self._error is None:
@@ -172,7 +173,7 @@ class SimulatedManager(SingleGroupManager):
         def finish() -> bool:
             if self._error is not None:
                 return False
-            parts = self._network.receive(connection, number, self._replica_id)
+            parts = self._network.receive(connection, number)
             if parts is None:
                 self.report_error(ConnectionError("a peer left during a collective"))
                 return False

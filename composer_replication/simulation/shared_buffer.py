@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from composer_replication.arguments import check_choice
 
 FaultKind = Literal[
     "kill",
@@ -60,10 +62,7 @@ class Fault:
     step: int
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(FaultKind):
-            raise ValueError(
-                f"Fault kind={self.kind!r}: use one of {', '.join(get_args(FaultKind))}"
-            )
+        check_choice("kind", self.kind, get_args(FaultKind))
 
 
 class Stopped(Exception):
@@ -85,21 +84,19 @@ class Connection:
     As in torchft, members connect again when their set has changed and after a failure.
 
     Attributes:
-        number: Number of the connection, from 0.
         members: Ids of the replicas in it, in ascending order.
         is_broken: Whether the collectives that have not completed fail.
         isolated: Members whose tensors are replaced by zeros.
         buffers: Tensors sent so far, by collective and member. Nothing is added after a failure, so
             those of all members are there only if the collective has succeeded.
-        received: Members that have received a collective.
+        received: How many members have received a collective.
     """
 
-    number: int
     members: tuple[int, ...]
     is_broken: bool = False
     isolated: set[int] = field(default_factory=set)
     buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    received: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    received: Counter[int] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -126,22 +123,21 @@ class Quorum:
     """One quorum.
 
     Attributes:
-        members: Ids of the replicas in it, in ascending order.
-        max_step: The largest step of a member. Members that are behind heal to it.
-        state: State of a member at ``max_step``; None if nobody has to heal.
+        requests: What its members have reported, by their ids in ascending order.
+        donor: The first member at the largest step. Members that are behind heal to it.
+        state: The donor's state; None if nobody has to heal.
         connection: The connection through which its members send.
-        gathers: Whether a member asks that messages are gathered.
-        settings: What has to be equal in all members, by the member's name.
-        donor: The name of the first member at ``max_step``.
     """
 
-    members: tuple[int, ...]
-    max_step: int
+    requests: Mapping[int, Request]
+    donor: int
     state: dict[str, Any] | None
     connection: Connection
-    gathers: bool
-    settings: Mapping[str, Mapping[str, Any]]
-    donor: str
+
+    @property
+    def max_step(self) -> int:
+        """The largest step of a member."""
+        return self.requests[self.donor].step
 
 
 class SharedBuffer:
@@ -167,7 +163,7 @@ class SharedBuffer:
         self._late = {fault.replica_id: fault.step for fault in faults if fault.kind == "late"}
         self._alive = set(range(num_replicas)) - self._late.keys()
         self._requests: dict[int, Request] = {}
-        self._quorum: Quorum | None = None
+        self._quorum = Quorum({}, 0, None, Connection(()))  # before the first one
         self._is_stopped = False
 
     def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -188,14 +184,14 @@ class SharedBuffer:
                 "ever. Raise timeout_s, or end every replica at the same step"
             )
 
-    def consume_fault(self, kind: str, replica_id: int, step: int) -> bool:
+    def happens(self, kind: FaultKind, replica_id: int, step: int) -> bool:
         """Whether a fault of this kind is scripted for this replica and step. Each happens once."""
+        fault = Fault(kind, replica_id, step)
         with self._changed:
-            for fault in self._faults:
-                if (fault.kind, fault.replica_id, fault.step) == (kind, replica_id, step):
-                    self._faults.remove(fault)
-                    return True
-        return False
+            is_scripted = fault in self._faults
+            if is_scripted:
+                self._faults.remove(fault)
+        return is_scripted
 
     def wait_for_start(self, replica_id: int) -> None:
         """Hold a late replica until its peers have reached its step or have all left."""
@@ -213,7 +209,7 @@ class SharedBuffer:
         """
         with self._changed:
             self._alive.discard(replica_id)
-            if self._quorum is not None and replica_id in self._quorum.members:
+            if replica_id in self._quorum.requests:
                 self._quorum.connection.is_broken = True
             self._form_quorum()
             self._changed.notify_all()
@@ -235,7 +231,7 @@ class SharedBuffer:
             The quorum, of which the replica is a member.
         """
         with self._changed:
-            if self.consume_fault("left_behind", replica_id, request.step):
+            if self.happens("left_behind", replica_id, request.step):
                 self._late[replica_id] = request.step + 2
                 self.leave(replica_id)
                 self.wait_for_start(replica_id)
@@ -249,36 +245,26 @@ class SharedBuffer:
             self._wait_until(
                 lambda: self._quorum is not before and replica_id not in self._requests, "quorum"
             )
-            assert self._quorum is not None
             return self._quorum
 
     def _form_quorum(self) -> None:
         if not self._requests or not self._alive <= self._requests.keys():
             return
-        members = tuple(sorted(self._requests))
-        requests = [self._requests[member] for member in members]
-        steps = [request.step for request in requests]
-        first = steps.index(max(steps))
-        self._quorum = Quorum(
-            members=members,
-            max_step=steps[first],
-            # No memory is shared.
-            state=copy.deepcopy(requests[first].save()) if min(steps) < steps[first] else None,
-            connection=self._connect(members, any(request.has_failed for request in requests)),
-            gathers=any(request.gathers for request in requests),
-            settings={str(m): each.settings for m, each in zip(members, requests, strict=True)},
-            donor=str(members[first]),
-        )
+        requests = dict(sorted(self._requests.items()))
         self._requests.clear()
+        donor = max(requests, key=lambda member: requests[member].step)
+        has_joiner = any(request.step < requests[donor].step for request in requests.values())
+        state = copy.deepcopy(requests[donor].save()) if has_joiner else None  # no shared memory
+        self._quorum = Quorum(requests, donor, state, self._connect(requests))
 
-    def _connect(self, members: tuple[int, ...], has_failed: bool) -> Connection:
-        if self._quorum is None:
-            return Connection(0, members)
+    def _connect(self, requests: Mapping[int, Request]) -> Connection:
+        members = tuple(requests)
         last = self._quorum.connection
-        if last.members == members and not (last.is_broken or has_failed):
+        has_failed = last.is_broken or any(request.has_failed for request in requests.values())
+        if last.members == members and not has_failed:
             return last
         last.is_broken = True
-        return Connection(last.number + 1, members)
+        return Connection(members)
 
     def send(self, connection: Connection, number: int, replica_id: int, tensor: Tensor) -> None:
         """Store a member's tensor for one collective of a connection.
@@ -308,13 +294,12 @@ class SharedBuffer:
                 buffer.clear()
             self._changed.notify_all()
 
-    def receive(self, connection: Connection, number: int, replica_id: int) -> list[Tensor] | None:
+    def receive(self, connection: Connection, number: int) -> list[Tensor] | None:
         """Wait for the tensors of all members for one collective.
 
         Args:
             connection: The connection.
-            number: Number of the collective within the connection.
-            replica_id: The member that receives them, once.
+            number: Number of the collective within the connection. Each member receives it once.
 
         Returns:
             The tensors, in the order of the members; None if the collective failed. All members
@@ -329,8 +314,8 @@ class SharedBuffer:
             # A member that leaves later does not fail a collective that is over.
             if len(parts) < len(connection.members):
                 return None
-            connection.received[number].add(replica_id)
-            if len(connection.received[number]) == len(connection.members):
+            connection.received[number] += 1
+            if connection.received[number] == len(connection.members):
                 del connection.buffers[number], connection.received[number]
             return [parts[member] for member in connection.members]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from composer_replication.arguments import check_integer
 from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.shared_buffer import Fault, SharedBuffer, Stopped
 
@@ -65,8 +66,7 @@ def simulate(
         SimulationError: A replica raised. The message names it, and its exception is the
             ``__cause__``.
     """
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas={num_replicas}: use at least 1")
+    check_integer("num_replicas", num_replicas, at_least=1)
     for fault in faults:
         if not 0 <= fault.replica_id < num_replicas:
             raise ValueError(

@@ -9,7 +9,6 @@ from typing import Any
 EXTRA_OF = {
     "composer": "composer",
     "httpx": "composer",
-    "tenacity": "composer",
     "fastapi": "coordinator",
     "pydantic": "coordinator",
     "starlette": "coordinator",

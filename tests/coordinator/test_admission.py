@@ -61,14 +61,6 @@ def test_while_a_token_is_replaced_both_are_accepted():
         assert ask({"authorization": f"bearer {given}"}, tokens=("new", "old"))[0] == status
 
 
-@pytest.mark.parametrize("length", [str(MAX_BODY + 1), "9" * 5000, "-1", "x"])
-def test_a_body_that_says_it_is_too_large_is_not_read(length):
-    headers = {"authorization": "Bearer secret", "content-length": length}
-    status, answer, num_read = ask(headers, [b"1"])
-    assert (status, num_read) == (413, 0)
-    assert answer["detail"] == "the body is larger than 32 MiB"
-
-
 def test_the_application_answers_413_to_a_chunked_body(tmp_path):
     client, database = make(tmp_path, lambda: 0.0)
 

@@ -19,9 +19,9 @@ from composer_replication.coordinator.client import (
     CoordinatorAwayError,
     CoordinatorClient,
 )
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.membership import Membership
-from composer_replication.coordinator.wire_types import CommitReport, RunInfo, digests_of
+from composer_replication.coordinator.wire_types import SIGN, CommitReport, RunInfo, digests_of
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings, SettingsMismatch
 from composer_replication.util import fence
@@ -38,11 +38,13 @@ ODD = {
     "bad gzip": (200, {"Content-Encoding": "gzip"}, GOOD),
     "deep JSON": (200, {}, b"[" * 100_000),
     "another service's 404": (404, {"Content-Type": "text/html"}, b"<html>Not found</html>"),
+    "another service's refusal": (404, {}, b'{"detail": "Not Found"}'),
     "a proxy's 502": (502, {"Content-Type": "text/html"}, b"<html>Bad gateway</html>"),
 }
 
 
-ALIVE = (409, {}, b'{"detail": "a replica group \'0\' is alive"}')
+SIGNED = {SIGN: "0"}
+ALIVE = (409, SIGNED, b'{"detail": "a replica group \'0\' is alive"}')
 HEARTBEAT = "/v1/replicas/0/heartbeat"
 
 
@@ -50,20 +52,21 @@ class Service:
     """Answers every request with ``answer``: status, headers, body; or as ``by_path`` says."""
 
     def __init__(self) -> None:
-        self.answer = (200, {}, GOOD)
+        self.answer = (200, SIGNED, GOOD)
         self.by_path = {}
         self.is_closed = threading.Event()
         self.hangs = ""
         """The path that is answered at the end of the test."""
         self.requests: list[tuple[float, str, dict]] = []
         """When, where and what each one was."""
-        self.http = HttpService("127.0.0.1:0")
-        self.http.start(self)
-        self.address = f"http://127.0.0.1:{self.http.port}"
+        listening = Listener("127.0.0.1:0")
+        self.http = HttpService(self, listening)
+        self.address = f"http://127.0.0.1:{listening.port}"
+        # What is signed, the answers say.
+        server = self.http._server
+        server.config.encoded_headers = server.server_state.default_headers = []
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            return
         path, body = scope["path"], (await receive())["body"]
         self.requests.append((time.monotonic(), path, json.loads(body or "{}")))
         if path == self.hangs:
@@ -149,7 +152,7 @@ def test_heartbeats_and_reports_go_on_after_an_odd_answer(service, member_of, od
     wait_until(lambda: len(service.bodies(HEARTBEAT)) >= 3)
     assert not service.bodies("/v1/commits"), "a coordinator that is away is asked once a heartbeat"
     member.report_commit(CommitReport(2, [[1, 4, 4]], [1]))
-    service.answer = (200, {}, GOOD)
+    service.answer = (200, SIGNED, GOOD)
     wait_until(lambda: service.bodies("/v1/commits"))
     member.check()
     wait_for_heartbeats(service, 3)
@@ -177,6 +180,7 @@ def test_numbers_that_json_does_not_have_are_left_out_of_heartbeats(service, mem
     assert beat == {
         "session": member.session,
         "outer_step": 3,
+        "loss": None,
         "metrics": dict.fromkeys(NOT_FINITE) | {"diloco/retries": 2},
     }
     Heartbeat(**beat)  # the coordinator takes it

@@ -131,5 +131,5 @@ def test_closing_empties_the_log_and_ends_all_use(database, path):
     database.close()
     wal = path.with_name(path.name + "-wal")
     assert not wal.exists() or wal.stat().st_size == 0
-    with pytest.raises(StorageError, match="has been closed: open it again"):
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
         insert(database, 2)

@@ -12,7 +12,6 @@ import httpx
 import pytest
 from waiting import stop_accepting, wait_until
 
-from composer_replication.coordinator import server
 from composer_replication.coordinator.client import CoordinatorAwayError, CoordinatorClient
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
@@ -93,8 +92,7 @@ def test_the_lighthouse_is_where_the_coordinator_was_reached(start, arguments, r
     client.close()
 
 
-def test_a_lighthouse_that_has_stopped_accepting_is_started_again(start, monkeypatch):
-    monkeypatch.setattr(server, "LOOK_EVERY_S", 0.05)
+def test_a_lighthouse_that_has_stopped_accepting_is_started_again(start):
     coordinator = start()
     address = coordinator.lighthouse_addr
     stop_accepting(int(address.rpartition(":")[2]))

@@ -38,7 +38,9 @@ class Service:
         self.start()
 
     def register(self, replica_id, session):
-        self.registry.register(replica_id, session, {"host": "here"}, VERSIONS, "a model")
+        self.registry.register(
+            replica_id, session, model="a model", tensors={}, host="here", world_size=1, **VERSIONS
+        )
 
     def begin(self, replica_id, session, leases=2):
         """A group registers, and leases some units of a stream of its own."""
@@ -58,7 +60,7 @@ class Service:
         self.registry.heartbeat(replica_id, session, {})
 
     def report(self, present, age_s=0.0, ledger=None, outer_step=1):
-        return self.streams.commit(outer_step, ledger or {}, set(present), age_s)
+        return self.streams.commit(outer_step, ledger or (), present, age_s)
 
     def open(self):
         return {stream.key for stream in self.streams.units.open_streams()}
@@ -121,7 +123,7 @@ def test_a_silent_group_ends_with_the_first_sync_without_it(service, a, b):
     assert service.open() == {a, b}, "silence alone ends nothing: a sync with it may be under way"
     service.report([a, b])
     assert service.open() == {a, b}, "it has taken part"
-    service.report([a], ledger={a: (4, 4), b: (3, 5)})
+    service.report([a], ledger=[(a, 4, 4), (b, 3, 5)])
     assert service.open() == {a}
     assert service.returned() == [
         "13 uncommitted samples of replica group 1 are available again, "
@@ -214,36 +216,35 @@ def test_a_restarted_service_knows_who_was_replaced(service, a, b):
 
 
 def test_a_group_that_gives_up_its_stream_says_what_the_model_has(service, a, b):
-    assert service.streams.release(b, {b: (3, 3), a: (1, 1), 2**40: (1, 1)}) == [2**40]
+    assert service.streams.release(b, [(b, 3, 3), (a, 1, 1), (2**40, 1, 1)]) == [2**40]
     (epoch,) = service.streams.units.dataset("c4").epochs
     assert (service.open(), epoch.done, epoch.leased) == ({a}, 4, 15)
     assert service.returned() == ["13 uncommitted samples of replica group 1 are available again"]
-    assert service.streams.release(2**40, {a: (5, 5)}) == [], "lost, so it is closed already"
+    assert service.streams.release(2**40, [(a, 5, 5)]) == [], "lost, so it is closed already"
     assert service.done() == 8
 
 
 def test_a_stream_that_is_all_in_the_model_ends_silently(service, a):
-    service.streams.release(a, {a: (16, 16)})
+    service.streams.release(a, [(a, 16, 16)])
     assert service.open() == set() and service.returned() == []
 
 
 def test_an_older_copy_of_the_state_is_complete_up_to_its_own_outer_step(service, a, b):
-    service.report([a, b], ledger={a: (8, 8)}, outer_step=3)
+    service.report([a, b], ledger=[(a, 8, 8)], outer_step=3)
     copy = service.path.with_name("copy")
     service.database.close()
     shutil.copy(service.path, copy)
     service.start()
     forgotten = service.begin("2", "c")
-    service.report([a, b, forgotten], ledger={a: (9, 9), forgotten: (5, 5)}, outer_step=4)
+    service.report([a, b, forgotten], ledger=[(a, 9, 9), (forgotten, 5, 5)], outer_step=4)
     assert service.streams.units.gap is None
     service.database.close()
     service.path = copy
     service.start()
     service.streams.observe_outer_step(5)
-    service.streams.store_outer_step(5)  # a heartbeat comes before the report
-    ledger = {a: (17, 18), forgotten: (6, 6)}
+    service.streams.store_outer_step()  # a heartbeat comes before the report
     for more in (0, 1):
-        ledger[forgotten] = (6 + more, 6 + more)
+        ledger = [(a, 17, 18), (forgotten, 6 + more, 6 + more)]
         lost = service.report([a], ledger=ledger, outer_step=5)
         assert lost == [a, forgotten]
         assert service.streams.units.gap == {"outer_step": 3, "samples": 8 + more}
@@ -256,18 +257,18 @@ def test_an_older_copy_of_the_state_is_complete_up_to_its_own_outer_step(service
 def test_the_largest_outer_step_is_remembered_until_a_rewind(service, a):
     assert service.streams.outer_step == 0
     for outer_step in (4, 9, 6):
-        service.report([a], outer_step=outer_step, ledger={a: (outer_step, outer_step)})
+        service.report([a], outer_step=outer_step, ledger=[(a, outer_step, outer_step)])
     assert service.streams.outer_step == 9
     service.restart()
     assert service.streams.outer_step == 9
     for _ in range(2):
-        service.streams.rewind(5, {a: (5, 5)})
+        service.streams.rewind(5, [(a, 5, 5)])
     assert service.streams.outer_step == 5
     assert service.streams.units.dataset("c4").epochs[0].done == 5
     events = [event["text"] for event in service.events.newest()]
     assert events == ["the run continues from outer step 5, not 9"]
     with pytest.raises(UnknownStream):
-        service.streams.rewind(3, {2**40: (1, 1)})
+        service.streams.rewind(3, [(2**40, 1, 1)])
     assert service.streams.outer_step == 5
 
 
@@ -276,18 +277,18 @@ def test_a_rewind_that_comes_late_changes_nothing(service, a, b):
 
     A group's heartbeat tells of an outer step before its report of the sync arrives.
     """
-    service.streams.rewind(0, {})
+    service.streams.rewind(0, [])
     service.streams.observe_outer_step(1)
-    service.report([a, b], ledger={a: (8, 8), b: (8, 8)}, outer_step=1)
-    service.streams.rewind(0, {})
+    service.report([a, b], ledger=[(a, 8, 8), (b, 8, 8)], outer_step=1)
+    service.streams.rewind(0, [])
     assert service.done() == 16 and service.streams.outer_step == 1
 
 
 def test_a_rewind_after_the_ended_at_all_is_one(service, a):
-    service.report([a], ledger={a: (8, 8)}, outer_step=1)
+    service.report([a], ledger=[(a, 8, 8)], outer_step=1)
     service.now += TIMEOUT_S + 1
     service.begin("0", "another", leases=0)
-    service.streams.rewind(0, {})
+    service.streams.rewind(0, [])
     assert service.done() == 0 and service.streams.outer_step == 0
 
 

@@ -62,10 +62,10 @@ def test_empty_leases_between_others_do_not_disturb_the_stream(units, a, b):
     for number in (3, 4, 5, 6):
         units.lease(b, number, 0)
     for position in range(sum(sizes) + 1):
-        units.commit({b: (position, position)})
+        units.commit([(b, position, position)])
         assert counts(units)[0] == position
     for position in reversed(range(sum(sizes) + 1)):
-        units.rewind({b: (position, position)})
+        units.rewind([(b, position, position)])
         assert counts(units)[0] == position
 
 
@@ -88,7 +88,7 @@ def test_threads_get_each_sample_once(units):
 
 def test_a_record_with_a_gap_lets_a_run_resume(units, a):
     stop = units.lease(a, 0, 0).stop
-    ledger = {a: (stop + 3, stop + 3), UNKNOWN: (2, 2)}
+    ledger = [(a, stop + 3, stop + 3), (UNKNOWN, 2, 2)]
     with pytest.raises(UnknownStream):
         units.rewind(ledger)
     assert units.gap is None
@@ -106,12 +106,12 @@ def test_a_record_with_a_gap_lets_a_run_resume(units, a):
 
 def test_a_rewind_forgets_what_was_trained_twice_after_it(units, a, b):
     units.lease(a, 0, 0)
-    units.commit({a: (1, 1)})
+    units.commit([(a, 1, 1)])
     units.close(a)
     units.lease(b, 0, 0)
-    units.commit({a: (3, 3)})
+    units.commit([(a, 3, 3)])
     assert units.dataset("c4").trained_twice == 2
-    units.rewind({a: (1, 1)})
+    units.rewind([(a, 1, 1)])
     assert units.dataset("c4").trained_twice == 0
 
 
@@ -131,7 +131,7 @@ def test_a_damaged_lease_is_skipped_with_a_warning(units, a, b, database, caplog
 
     assert units.lease(a, 2, 0) == leases[2]
     position = leases[2].stream_start + 1
-    units.commit({a: (position, position)})
+    units.commit([(a, position, position)])
     assert counts(units)[0] == leases[0].stop + 1
     units.close(a)
     rest = units.lease(b, 0, 0)
@@ -139,17 +139,33 @@ def test_a_damaged_lease_is_skipped_with_a_warning(units, a, b, database, caplog
     assert units.lease(b, 1, 0).unit == unit_order(0)[3]
 
 
-@pytest.mark.parametrize("damage", ["position = 'x'", "in_part = -1", "at_lease = 0.5"])
+@pytest.mark.parametrize("damage", ["position = 'x'", "in_part = -1", "samples = 0.5"])
 def test_a_damaged_stream_is_as_if_it_were_not_there(units, a, b, database, caplog, damage):
     for stream in (a, b):
         units.lease(stream, 0, 0)
     with database.transaction() as cursor:
         cursor.execute(f"UPDATE streams SET {damage} WHERE key = ?", (a,))
-    assert units.commit({a: (1, 1), b: (2, 2)}) == {a: 1}
+    assert units.commit([(a, 1, 1), (b, 2, 2)]) == {a: 1}
     assert counts(units)[0] == 2 and "damaged row" in caplog.text
     assert not units.lease(a, 1, 0).is_open
-    units.rewind({})
+    units.rewind([])
     assert counts(units)[0] == 0
+
+
+def test_a_file_of_schema_version_2_is_read_on(units, a, b, database, path):
+    lease_all(units, a)
+    units.commit([(a, 8, 8)])
+    with database.transaction() as cursor:
+        cursor.execute("ALTER TABLE streams ADD COLUMN at_lease INTEGER NOT NULL DEFAULT 0")
+        cursor.execute("PRAGMA user_version = 2")
+    database.close()
+    again = Database(path)
+    units = WorkUnits(again)
+    units.commit([(a, 9, 9)])
+    units.close(a)
+    assert counts(units) == (9, 0, 14)
+    assert units.lease(b, 0, 0).stop
+    again.close()
 
 
 def test_damaged_epochs_and_datasets_are_reported(units, a, database):

@@ -188,8 +188,8 @@ def test_it_gives_nothing_before_training_and_its_length_is_a_bound():
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
-    ({"batch_size": 0}, "batch_size=0 must be at least 1"),
-    ({"unit_size": 0}, "unit_size=0 must be at least 1"),
+    ({"batch_size": 0}, "batch_size=0: use an integer of at least 1"),
+    ({"unit_size": 0}, "unit_size=0: use an integer of at least 1"),
     ({"dataset": Numbers(0)}, "Numbers has no samples"),
 ])  # fmt: skip
 def test_bad_sizes_are_refused(wrong, message):

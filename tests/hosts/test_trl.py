@@ -175,7 +175,7 @@ def test_groups_get_parts_of_equal_length_that_do_not_overlap(dataset, monkeypat
 def test_a_group_that_has_a_name_gets_no_part(monkeypatch):
     monkeypatch.setenv("NUM_REPLICA_GROUPS", "2")
     monkeypatch.setenv("REPLICA_GROUP_ID", "berlin")
-    with pytest.raises(ValueError, match="'berlin' does not say which part.*number the 2 groups"):
+    with pytest.raises(ValueError, match="'berlin' does not say which shard.*number the 2 groups"):
         replica_shard([1, 2, 3])
 
 

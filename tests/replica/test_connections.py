@@ -22,7 +22,7 @@ from forked_commands import ForkedCommand
 
 from composer_replication.coordinator import http_service
 from composer_replication.coordinator.client import CoordinatorClient
-from composer_replication.coordinator.http_service import HttpService
+from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.replica.addresses import host_and_port
 from composer_replication.replica.peer_client import Notices, PeerClient
 from composer_replication.replica.peer_server import MOST_UNPROVEN
@@ -74,10 +74,9 @@ def asked_member(server):
 
 
 async def application(scope, receive, send):
-    if scope["type"] == "http":
-        length = [(b"content-length", b"2")]
-        await send({"type": "http.response.start", "status": 200, "headers": length})
-        await send({"type": "http.response.body", "body": b"{}"})
+    length = [(b"content-length", b"8")]
+    await send({"type": "http.response.start", "status": 200, "headers": length})
+    await send({"type": "http.response.body", "body": b'{"ok":1}'})
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +91,14 @@ def certificate(tmp_path_factory):
 @contextlib.contextmanager
 def coordinator(certificate=None):
     files = () if certificate is None else (certificate / "cert.pem", certificate / "key.pem")
-    service = HttpService("127.0.0.1:0", *files)
-    service.start(application)
+    listening = Listener("127.0.0.1:0")
+    service = HttpService(application, listening, None, *files)
     with pytest.MonkeyPatch.context() as patch:
         if certificate is not None:
             patch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
         scheme = "http" if certificate is None else "https"
-        client = CoordinatorClient(f"{scheme}://127.0.0.1:{service.port}", "secret")
-    yield service.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
+        client = CoordinatorClient(f"{scheme}://127.0.0.1:{listening.port}", "secret")
+    yield listening.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
     client.close()
     service.close()
 
@@ -233,7 +232,7 @@ def test_a_connection_with_requests_is_kept(idle_connection):
     for _ in range(5):
         idle_connection.sendall(REQUEST)
         answer = b""
-        while not answer.endswith(b"{}"):
+        while not answer.endswith(b'{"ok":1}'):
             answer += idle_connection.recv(1000)
         assert answer.startswith(b"HTTP/1.1 200")
         time.sleep(0.3)

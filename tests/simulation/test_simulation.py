@@ -75,10 +75,10 @@ def test_a_peer_that_never_comes_is_a_timeout():
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda: simulate(print, num_replicas=0), "num_replicas=0: use at least 1"),
+    (lambda: simulate(print, num_replicas=0), "num_replicas=0: use an integer of at least 1"),
     (lambda: simulate(print, num_replicas=2, faults=[Fault("kill", 2, 0)]),
      "replicas 0 to 1"),
-    (lambda: Fault("explode", 0, 0), "kind='explode': use one of kill"),  # pyright: ignore
+    (lambda: Fault("explode", 0, 0), "kind='explode': use kill or kill_before"),  # pyright: ignore
 ])  # fmt: skip
 def test_bad_scripts_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
