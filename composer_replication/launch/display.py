@@ -210,7 +210,8 @@ class Display:
         live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
         self._run = run
-        self._line_at = time.monotonic() - LINE_EVERY_S
+        self._line = ""
+        self._line_at = -LINE_EVERY_S
         self._line_step = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_refreshing, daemon=True)
@@ -249,18 +250,23 @@ class Display:
         """Show the groups, and what has happened since the last time.
 
         Args:
-            is_last: Whether the run is over.
+            is_last: Whether the run is over. Without a terminal its last line is then written,
+                unless it already is.
         """
         for line in self._run.update():
             self.say(line)
-        now = time.monotonic()
-        step = self._run.outer_steps
         if self._live:
             self._live.update(live_table(self._run, self._console.height), refresh=True)
-        elif is_last or (step > self._line_step and now >= self._line_at + LINE_EVERY_S):
+            return
+        now = time.monotonic()
+        step = self._run.outer_steps
+        line = self._run.status_line
+        is_due = step > self._line_step and now >= self._line_at + LINE_EVERY_S
+        if (is_due or is_last) and line != self._line:
+            self._line = line
             self._line_at = now
             self._line_step = step
-            self.say(self._run.status_line)
+            self.say(line)
 
 
 def live_table(run: LiveRun, height: int) -> Lines:

@@ -67,6 +67,17 @@ def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
     assert [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)] == steps
 
 
+@pytest.mark.parametrize(("since", "lines"), [({}, 1), ({"phase": "finished"}, 2)])
+def test_the_last_line_is_written_once(tmp_path, since, lines):
+    console = file_console()
+    run = recorded(tmp_path, 2)
+    with Display(console, run) as display:
+        display.refresh()
+        for replica_id in range(2):
+            write_group(tmp_path, replica_id, **since)
+    assert len(texts_of(console)) == lines
+
+
 def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
     stderr = io.StringIO()
