@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,7 @@ from composer_replication.launch.group import (
     TRAINING,
     Group,
 )
-from composer_replication.launch.output import BAD_INPUT, FAILED
+from composer_replication.launch.output import BAD_INPUT, FAILED, print_error
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import (
     Run,
@@ -146,8 +146,8 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
     run = open_run(run_dir)
     saved = _each_once(map(_saved_by, run))
     if not saved:
-        fix = " or ".join(_each_once(group.start.get("to_save") for group in run))
-        fix = fix or "a save_folder and save_interval"
+        fixes = _each_once(group.start.get("to_save") for group in run)
+        fix = " or ".join(fixes) or "a save_folder and save_interval"
         print(f"No checkpoint was saved. For a run that can go on: {fix}")
         return
     print(f"Saved: {', '.join(saved)}")
@@ -237,41 +237,30 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     console.print(table)
 
 
-@fence("what has failed")
-def print_error(text: str) -> None:
-    """Print an error in red on stderr, with its own line breaks only."""
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
 # ---- the page ----------------------------------------------------------------------------------
 
 
-class RunRecord:
-    """Reads a run's folder for the page: each time only what is new.
+def recorder(run_dir: Path) -> Callable[[], dict[str, Any]]:
+    """Make a function that reads a run's folder for the page: each time only what is new.
 
     Args:
         run_dir: The run's folder.
 
-    Attributes:
-        run_dir: The same.
+    Returns:
+        It returns what the folder adds to the page's data, see ``with_record``: ``run_name``,
+        ``result`` (rows of a name and a value), ``failure`` (see ``Run``), ``groups``, ``losses``
+        (means over a round), ``agreement``, ``evaluations`` and ``events``; empty if no group has
+        written anything.
     """
+    run = Run(run_dir)
+    lock = threading.Lock()  # several pages may ask at once
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self._run = Run(run_dir)
-        self._lock = threading.Lock()
+    def record() -> dict[str, Any]:
+        with lock:
+            run.read()
+            return finite(_record_of(run)) if run.groups else {}
 
-    def __call__(self) -> dict[str, Any]:
-        """Return what the folder adds to the page's data, see ``with_record``.
-
-        Returns:
-            ``run_name``, ``result`` (rows of a name and a value), ``failure`` (see ``Run``),
-            ``groups``, ``losses`` (means over a round), ``agreement``, ``evaluations`` and
-            ``events``; empty if no group has written anything.
-        """
-        with self._lock:  # several pages may ask at once
-            self._run.read()
-            return finite(_record_of(self._run)) if self._run.groups else {}
+    return record
 
 
 def _record_of(run: Run) -> dict[str, Any]:
@@ -345,11 +334,7 @@ def write_page(run: Run) -> Path:
     shown = read_json(run.run_dir / PAGE_DATA) or {"version": __version__}  # it was killed, or away
     data = with_record({"replicas": [], "events": [], **shown}, record)
     data["outer_step"] = run.outer_steps
-    data["report"] = {"written": time.time(), "files": _files_of(run)}
+    names = (SUMMARY, CONFIG, *(f"replica_{id}/log.txt" for id in run.groups))
+    files = [name for name in names if (run.run_dir / name).exists()]
+    data["report"] = {"written": time.time(), "files": files}
     return write_report_html(run.run_dir, data)
-
-
-def _files_of(run: Run) -> list[str]:
-    logs = (f"replica_{id}/log.txt" for id in run.groups)
-    names = (SUMMARY, CONFIG, *logs)
-    return [name for name in names if (run.run_dir / name).exists()]

@@ -19,6 +19,7 @@ from rich.console import Console
 from composer_replication.config_file import ConfigError
 from composer_replication.options import DuplicateIdError
 from composer_replication.settings import SettingsMismatch
+from composer_replication.util.fence import fence
 from composer_replication.util.lazy import MissingExtraError
 
 FAILED = 1
@@ -71,13 +72,16 @@ def report_error(error: Exception) -> int:
     if not is_usage and not is_known(error):
         traceback.print_exception(error)
         return FAILED
-    text = _usage(error) if is_usage else str(error)
-    Console(stderr=True).print(
-        f"Error: {text}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    print_error(f"Error: {_usage(error) if is_usage else error}")
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
     is_bad_input &= not isinstance(error, DuplicateIdError)  # the name may be free the next time
     return BAD_INPUT if is_bad_input or is_usage else FAILED
+
+
+@fence("what has failed")
+def print_error(text: str) -> None:
+    """Print an error in red on stderr, with its own line breaks only."""
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _usage(error: Any) -> str:
