@@ -16,11 +16,19 @@ from composer_replication.config_file import (
     ConfigError,
     diloco_section,
     load_settings,
+    read_diloco,
     read_options,
 )
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
-from composer_replication.options import COORDINATOR, HANG_TIMEOUT, HOSTNAME, RUN_DIR
+from composer_replication.options import (
+    COORDINATOR,
+    HANG_TIMEOUT,
+    HOSTNAME,
+    RUN_DIR,
+    ReplicaOptions,
+)
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training import load_config
 from composer_replication.util.lazy import named_extra
 
@@ -174,8 +182,8 @@ def _script_of(command: Sequence[str]) -> str | None:
     return None if "-c" in command or "-m" in command else first
 
 
-def check_launch(job: Job, replicas: int) -> None:
-    """Reject what cannot run as several groups on one machine.
+def check_launch(job: Job, replicas: int) -> tuple[DiLoCoSettings, ReplicaOptions]:
+    """Return the settings and options of a launch, or reject what is none on one machine.
 
     Args:
         job: What the groups run.
@@ -184,9 +192,6 @@ def check_launch(job: Job, replicas: int) -> None:
     Raises:
         ConfigError: A setting contradicts the launch. The message names it and the fix.
     """
-    nproc = 1 if job.nproc is None else job.nproc
-    if replicas < 1 or nproc < 1:
-        raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
     section = diloco_section(job.config)
     for key, fix in (
         ("replica_id", "launch numbers the groups"),
@@ -201,11 +206,7 @@ def check_launch(job: Job, replicas: int) -> None:
             f"callbacks.diloco.num_replicas={section['num_replicas']} but --replicas {replicas}: "
             "leave num_replicas out"
         )
-    if section.get("min_replica_size", 1) > replicas:
-        raise ConfigError(
-            f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
-            f"{replicas}, so no sync could commit: use at most {replicas}"
-        )
+    return read_diloco(section | {"num_replicas": replicas})
 
 
 def group_command(

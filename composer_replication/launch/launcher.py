@@ -127,11 +127,10 @@ def launch_groups(
         ValueError: The run's folder cannot be used. Nothing has been started.
     """
     replicas = options.replicas
-    check_launch(job, replicas)
+    settings, group = check_launch(job, replicas)
     from composer_replication.coordinator.server import Coordinator
 
     run_dir, config = begin_run(job.config, job.name, job.source)
-    settings, group = read_diloco(diloco_section(config))
     began = time.monotonic()
     given = ReplicaEnv.from_env().tokens
     tokens = given or (secrets.token_hex(16),)
