@@ -45,7 +45,7 @@ def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None,
     )
 
     def show(supervisor):
-        looks.append({id: record.status for id, record in supervisor.records.items()})
+        looks.append({id: record.end or None for id, record in supervisor.records.items()})
         on_look(groups, looks)
         assert len(looks) < 5_000, "it does not end"
 
