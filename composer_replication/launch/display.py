@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -21,6 +21,7 @@ from rich.text import Text
 from composer_replication.group.words import format_duration, format_roughly, listed_groups, plural
 from composer_replication.launch.group import RESTARTING, STOPPED, TRAINING, Group
 from composer_replication.launch.run_record import Run
+from composer_replication.util.curves import agreement_of
 from composer_replication.util.fence import fence
 
 TABLE_EVERY_S = 0.3
@@ -123,9 +124,8 @@ class LiveRun(Run):
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync, as those that were in it report; None before any."""
-        groups = [group for group in self if group.newest]
-        newest = max((group.synced_step for group in groups), default=0)
-        numbers = [group.participants for group in groups if group.synced_step == newest]
+        newest = max(group.synced_step for group in self)
+        numbers = (group.participants for group in self if group.synced_step == newest)
         return min(filter(None, numbers), default=None)
 
     @property
@@ -181,7 +181,7 @@ class LiveRun(Run):
     @property
     def _agreement(self) -> str:
         """The comparison of digests at the newest outer step for which several groups have one."""
-        found = self.agreement(self._present)
+        found = agreement_of({group.name: group for group in self._present})
         if found is None:
             return ""
         step, digests = found["outer_step"], {*found["digests"].values()}
@@ -290,20 +290,15 @@ def live_table(run: LiveRun, height: int) -> Lines:
     style = STYLES["bad" if run.differ or run.failure else "good"]
     overview = Text(run.overview, style=style, no_wrap=True, overflow="ellipsis")
     left_out = len(by_mood) - len(shown)
-    if left_out:
-        return Lines(table, Text(f"and {plural(left_out, 'other group')}"), overview)
-    return Lines(table, overview)
+    others = [f"and {plural(left_out, 'other group')}"] if left_out else []
+    return Lines(table, *others, overview)
 
 
-def _row(group: Group) -> Iterator[Text | ProgressBar]:
+def _row(group: Group) -> Iterator[RenderableType]:
     yield Text(group.name, style=STYLES[group.mood])
     yield Text(group.state, style=STYLES[group.mood])
-    if group.done is None:
-        yield Text("")
-    else:
-        yield ProgressBar(1.0, group.done, complete_style="cyan")
-    yield Text(group.step)
-    yield Text("-" if group.participants is None else f"{group.participants}")
-    yield Text("-" if group.loss is None else f"{group.loss:.3f}")
-    left = group.seconds_left
-    yield Text("-" if left is None else format_duration(left))
+    yield "" if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
+    yield group.step
+    yield "-" if group.participants is None else f"{group.participants}"
+    yield "-" if group.loss is None else f"{group.loss:.3f}"
+    yield "-" if group.seconds_left is None else format_duration(group.seconds_left)

@@ -133,10 +133,9 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
     if without:
         source += f" (without {', '.join(without)}: name such options in the command)"
     check_command(command)
-    run_dir = options.run_dir or of_file.get("run_dir")
     return Job(
         config={
-            "run_dir": None if run_dir is None else str(run_dir),
+            "run_dir": str(options.run_dir or of_file.get("run_dir") or ""),
             "callbacks": {"diloco": diloco},
             "autoresume": options.resume,
             "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
@@ -155,31 +154,22 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
     Raises:
         ConfigError: It is empty, or its program does not exist or is not executable.
     """
-    if not command or command == [""]:
+    if not command or not command[0]:
         raise ConfigError("there is no command after --: write e.g. -- python train.py")
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"there is no command {command[0]!r}: give the path of an executable file, or the name "
             "of one in PATH"
         )
-    script = _script_of(command)
-    if script is not None and not Path(script).exists():
+    # In another program's arguments, or those of a module, such a name may mean anything.
+    runs_script = re.fullmatch(r"python[\d.]*|composer|torchrun", Path(command[0]).name)
+    script = next((word for word in command if word.endswith(".py")), "")
+    is_plain = runs_script and not {"-c", "-m"}.intersection(command) and "{" not in script
+    if is_plain and not Path(script).exists():
         raise ConfigError(
             f"there is no script {script!r} here, as {' '.join(command)!r} needs it: give its path"
         )
     return command
-
-
-def _script_of(command: Sequence[str]) -> str | None:
-    """The script that Python, or a launcher of Python processes, is asked to run, if that is plain.
-
-    With ``-c`` or ``-m`` it is none, and in another program's arguments a name may mean anything.
-    """
-    program = re.fullmatch(r"python[\d.]*|composer|torchrun", Path(command[0]).name)
-    first = next((word for word in command if word.endswith(".py")), None)
-    if program is None or first is None or "{" in first:
-        return None
-    return None if "-c" in command or "-m" in command else first
 
 
 def check_launch(job: Job, replicas: int) -> tuple[DiLoCoSettings, ReplicaOptions]:

@@ -51,6 +51,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
     describe_end,
 )
+from composer_replication.util.curves import agreement_of
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import finite, read_json
 
@@ -285,8 +286,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     losses = {group.name: group.losses.points for group in run}
     if any(losses.values()):
         record["losses"] = losses
-    agreement = run.agreement(run)
-    if agreement is not None:
+    if (agreement := agreement_of(run.groups)) is not None:
         record["agreement"] = agreement
     return record
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
@@ -161,20 +162,21 @@ class ReplicaGroups:
         _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
-        count_before = min(self.interrupts.count, 1)  # the interrupt that led here
-        while self._any_alive(members) and time.monotonic() < deadline:
-            if self.interrupts.count > count_before:
-                break
-            time.sleep(0.05)
+        self._wait(members, deadline, min(self.interrupts.count, 1))  # one may have led here
         # Again: the processes may have started others meanwhile, which would be left behind.
         members |= self.members(*self._watchdogs)
         _send(members, psutil.Process.kill)
-        while self._any_alive(members) and time.monotonic() < deadline + 2:
-            time.sleep(0.02)
+        self._wait(members, deadline + 2)
 
-    def _any_alive(self, members: set[psutil.Process]) -> bool:
-        self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
-        return any(_is_alive(process) for process in members)
+    def _wait(
+        self, members: set[psutil.Process], deadline: float, interrupts: float = math.inf
+    ) -> None:
+        """Wait for the end of processes, until a time or another interrupt after so many."""
+        while time.monotonic() < deadline and self.interrupts.count <= interrupts:
+            self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
+            if not any(map(_is_alive, members)):
+                return
+            time.sleep(0.02)
 
 
 def _open_log(path: Path) -> BinaryIO:

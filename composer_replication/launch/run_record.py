@@ -18,7 +18,6 @@ from composer_replication.group.run_folder import EVENTS, SUMMARY
 from composer_replication.group.words import format_bytes, listed_groups, plural
 from composer_replication.launch.group import Group
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.util.curves import agreement_of
 from composer_replication.util.json_files import finite, read_json, replace_json
 
 LONGEST_ERROR = 200
@@ -106,10 +105,6 @@ class Run:
         each = [result.get("own_buffers", {}) for result in self.results.values()]
         names = each[0] if each else ()  # all groups have the same model
         return [name for name in names if len({own.get(name) for own in each}) > 1]
-
-    def agreement(self, groups: Iterable[Group]) -> dict[str, Any] | None:
-        """Compare the digests of some of the groups, see ``agreement_of``."""
-        return agreement_of({group.name: group for group in groups})
 
 
 def open_run(run_dir: str | Path) -> Run:

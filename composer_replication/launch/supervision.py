@@ -142,7 +142,7 @@ class Supervisor:
     ids: Collection[ReplicaId]
     max_restarts: int
     start_retries: int = 0
-    first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
+    first_pause_s: float = FIRST_PAUSE_S
     start_timeout_s: float = math.inf
     say: Callable[[str], object] = print
     records: dict[Any, GroupRecord] = field(init=False)
