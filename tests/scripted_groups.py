@@ -6,7 +6,6 @@ from run_events import write_events
 
 from composer_replication.launch import supervision
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
-from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import Supervisor
 
 
@@ -40,9 +39,9 @@ def write(folder, replica_id, phase="training", syncs=1):
 
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):
     groups, said = Groups(folder, lives), []
-    looks, run = [], Run(folder, lives)
+    looks = []
     more = {"first_pause_s": supervision.FIRST_PAUSE_S, "say": said.append} | more
-    supervisor = Supervisor(groups, run, groups.start, list(lives), max_restarts, **more)
+    supervisor = Supervisor(groups, groups.start, list(lives), max_restarts, **more)
 
     def show(supervisor):
         looks.append({id: record.end or None for id, record in supervisor.records.items()})

@@ -52,7 +52,6 @@ from composer_replication.launch.outcome import (
 )
 from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED, print_error
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
-from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import (
     FIRST_PAUSE_S,
     MAX_RESTARTS,
@@ -71,9 +70,6 @@ ENGINES = {
     "TORCHX_REPLICA_IDX": "torchx",
 }
 """Variables in which engines number what they start, and the engines."""
-
-_LOCAL = "127.0.0.1"
-"""The address at which the coordinator listens: all groups are on this machine."""
 
 HEARTBEAT_TIMEOUT_MS = 2_000
 """Milliseconds of silence after which the lighthouse drops a group.
@@ -142,7 +138,7 @@ def launch_groups(
         min_replicas=group.min_replica_size,
         digest_every=group.digest_every,
         state_dir=run_dir,
-        bind=f"{_LOCAL}:0",
+        bind="127.0.0.1:0",  # all groups are on this machine
         tokens=tokens,
         straggler_timeout_s=options.straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
@@ -170,7 +166,6 @@ def launch_groups(
         display = Display(Console(highlight=False), LiveRun(run_dir, range(replicas)))
         supervisor = Supervisor(
             groups,
-            Run(run_dir, range(replicas)),
             start,
             range(replicas),
             options.max_restarts,
@@ -282,7 +277,6 @@ def run_group(
 
         supervisor = Supervisor(
             groups,
-            Run(folder, [replica_id]),
             start,
             [replica_id],
             restarts,

@@ -29,9 +29,6 @@ BAD_INPUT = 2
 
 INTERRUPTED = 130
 
-RANK_0_WAIT_S = 10.0
-"""How long a rank with bad input waits until rank 0 has found it too, in seconds."""
-
 PACKAGE = "composer_replication"
 
 
@@ -104,9 +101,8 @@ def is_known(error: BaseException | None) -> bool:
     """Whether an error's message says everything, so that no traceback is needed."""
     if error is None or not str(error):
         return False
-    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError | MissingExtraError):
-        return True
-    if isinstance(error, ConnectionError | TimeoutError):
+    of_the_input = ConfigError | SettingsMismatch | FileNotFoundError | MissingExtraError
+    if isinstance(error, of_the_input | ConnectionError | TimeoutError):
         return True
     if isinstance(error, ValueError | OSError):
         # An error that a library raised deep inside a training step says little without a
@@ -129,7 +125,7 @@ def raised_by_us(error: BaseException) -> bool:
     return packages[-1] == PACKAGE
 
 
-def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:
+def let_rank_0_end_first() -> None:
     """Wait after bad input, on every rank but the first of its node, to be ended by the launcher.
 
     Composer's launcher ends all ranks as soon as one has failed, and returns the status of the
@@ -138,7 +134,7 @@ def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Composer's handler would only raise here
-        time.sleep(wait_s)
+        time.sleep(10.0)  # by then rank 0 has found it too
 
 
 class _LossyFile(io.FileIO):

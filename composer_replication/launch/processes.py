@@ -10,10 +10,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT
+from subprocess import DEVNULL, PIPE
 from typing import Any, BinaryIO
 
 import psutil
@@ -86,11 +86,12 @@ class ReplicaGroups:
             own goes.
 
     Attributes:
+        run_dir: The same.
         interrupts: The same.
     """
 
     def __init__(self, run_dir: Path, interrupts: Interrupts, *, keeps_logs: bool = True) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._keeps_logs = keeps_logs
         self.interrupts = interrupts
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
@@ -116,12 +117,9 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        with ExitStack() as opened:
-            output: dict[str, Any] = {}
-            if self._keeps_logs:
-                log_file = opened.enter_context(_open_log(log_path(self._run_dir, replica_id)))
-                output = {"stdout": log_file, "stderr": STDOUT}
-            process = _start(command, env=environ, **output)
+        log_file = _open_log(log_path(self.run_dir, replica_id)) if self._keeps_logs else None
+        with log_file or nullcontext():
+            process = _start(command, env=environ, stdout=log_file, stderr=log_file)
         self._processes[replica_id] = process
         # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
         # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
@@ -131,7 +129,7 @@ class ReplicaGroups:
     def last_line(self, replica_id: ReplicaId) -> str:
         """Return the last informative line of a group's log; empty if there is none, or no log."""
         with suppress(OSError):
-            return "".join(last_lines(log_path(self._run_dir, replica_id), limit=1))
+            return "".join(last_lines(log_path(self.run_dir, replica_id), limit=1))
         return ""
 
     def exit_statuses(self) -> dict[ReplicaId, int | None]:

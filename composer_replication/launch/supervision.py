@@ -124,7 +124,6 @@ class Supervisor:
 
     Args:
         groups: The processes.
-        run: What the groups have recorded.
         start: Starts a group, by its id.
         ids: The groups.
         max_restarts: Most restarts in a row; 0 for none.
@@ -134,10 +133,13 @@ class Supervisor:
         start_timeout_s: Seconds that the groups have to join, if they may lack the callback.
         say: Gets a line for each early end of a group with what follows from it, and once, after
             ``start_timeout_s``, a line about those that have not joined.
+
+    Attributes:
+        run: What the groups have recorded.
+        records: What has happened to each group, by its id.
     """
 
     groups: ReplicaGroups
-    run: Run
     start: Callable[[Any], None]
     ids: Collection[ReplicaId]
     max_restarts: int
@@ -145,10 +147,13 @@ class Supervisor:
     first_pause_s: float = FIRST_PAUSE_S
     start_timeout_s: float = math.inf
     say: Callable[[str], object] = print
-    records: dict[Any, GroupRecord] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = {id: GroupRecord(id, self.run.groups[str(id)]) for id in self.ids}
+        self.run = Run(self.groups.run_dir, self.ids)
+        groups = self.run.groups
+        self.records: dict[Any, GroupRecord] = {
+            id: GroupRecord(id, groups[str(id)]) for id in self.ids
+        }
         self._join_by = time.monotonic() + self.start_timeout_s
 
     def watch(self, on_poll: Callable[[Supervisor], object] | None = None) -> dict[Any, int]:
