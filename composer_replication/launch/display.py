@@ -198,7 +198,7 @@ class Display:
     open a thread of its own reads what the groups write.
 
     Args:
-        console: Where the display is written.
+        console: Where the display is written, without highlighting.
         run: The run. No other thread may read with this object.
     """
 
@@ -207,7 +207,7 @@ class Display:
         # Without auto_refresh rich starts no thread of its own, so that the table does not flicker
         # and nothing is drawn after the end. Warnings on the terminal are written above the table.
         to_stderr = sys.stderr.isatty()
-        live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
+        live = Live(console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
         self._run = run
         self._line = ""
@@ -241,7 +241,6 @@ class Display:
         self._console.print(
             f"{time.strftime('%H:%M:%S')}  {text}",
             markup=False,
-            highlight=False,
             soft_wrap=self._live is None,
         )
 
@@ -276,9 +275,9 @@ def live_table(run: LiveRun, height: int) -> Lines:
         run: The run.
         height: Of the terminal, in lines. If there are more groups, those with a problem are shown.
     """
-    by_mood = sorted(run, key=lambda group: group.mood == "good")
-    chosen = set(by_mood[: max(1, height - OTHER_LINES)])
-    shown = [group for group in run if group in chosen]
+    groups = [*run]
+    in_trouble_first = sorted(groups, key=lambda group: group.mood == "good")
+    shown = sorted(in_trouble_first[: max(1, height - OTHER_LINES)], key=groups.index)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("group", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=16)
@@ -289,7 +288,7 @@ def live_table(run: LiveRun, height: int) -> Lines:
         table.add_row(*_row(group))
     style = STYLES["bad" if run.differ or run.failure else "good"]
     overview = Text(run.overview, style=style, no_wrap=True, overflow="ellipsis")
-    left_out = len(by_mood) - len(shown)
+    left_out = len(groups) - len(shown)
     others = [f"and {plural(left_out, 'other group')}"] if left_out else []
     return Lines(table, *others, overview)
 

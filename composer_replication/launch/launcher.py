@@ -180,14 +180,13 @@ def launch_groups(
         explain_failures(run_dir, failed, supervisor)
         if interrupts.count:
             print("Stopping the groups; Ctrl-C again kills them at once", flush=True)
-    if failed or interrupts.count:
-        keep_page(run_dir)
+    if not failed and not interrupts.count:
+        return conclude(run_dir, supervisor, time.monotonic() - began)
+    keep_page(run_dir)
     if failed:
         return BAD_INPUT if BAD_INPUT in failed.values() else FAILED
-    if interrupts.count:
-        explain_interrupt(run_dir, sys.argv[1:])
-        return INTERRUPTED
-    return conclude(run_dir, supervisor, time.monotonic() - began)
+    explain_interrupt(run_dir, sys.argv[1:])
+    return INTERRUPTED
 
 
 def begin_run(
@@ -305,17 +304,18 @@ def replica_id_from(environ: Mapping[str, str]) -> str:
         ConfigError: None is set, or two engines' numbers differ.
         ValueError: The id cannot be a group's name.
     """
-    own = environ.get("REPLICA_GROUP_ID")
     found = {name: environ[name] for name in ENGINES if environ.get(name)}
-    if not own and not found:
+    own = environ.get("REPLICA_GROUP_ID")
+    numbers = {own} if own else {*found.values()}
+    if not numbers:
         engines = ", ".join(f"{name} of {engine}" for name, engine in ENGINES.items())
         raise ConfigError(
             "which replica group is this? Set REPLICA_GROUP_ID to 0, 1, ..., different in each "
             f"group. Without it one of these is taken, and none is set: {engines}"
         )
-    if not own and len(set(found.values())) > 1:
+    replica_id = numbers.pop()
+    if numbers:
         each = ", ".join(f"{name}={value}" for name, value in found.items())
         raise ConfigError(f"{each}: which of them is the replica group? Set REPLICA_GROUP_ID")
-    replica_id = own or next(iter(found.values()))
     check_replica_id(replica_id)
     return replica_id

@@ -98,15 +98,16 @@ def finish(
         nothing was learned or the groups ended with different parameters, else 0.
     """
     run = open_run(run_dir)
-    missing = [id for id in finished if str(id) not in run.results]
-    if missing:
-        name = f"replica group {missing[0]}"
-        if not run.groups[str(missing[0])].has_joined:
-            print_error(f"Error: {name} has ended without a result. {MISSING_CALLBACK}")
-            return BAD_INPUT
-        events = f"{log_path(run_dir, missing[0]).parent}/{EVENTS}"
-        explain_failure(run_dir, missing[0], 0, f"and {events} has no end with a result")
-        return FAILED
+    for id in finished:
+        group = run.groups[str(id)]
+        if group.result:
+            continue
+        if group.has_joined:
+            events = f"{run_dir}/replica_{id}/{EVENTS}"
+            explain_failure(run_dir, id, 0, f"and {events} has no end with a result")
+            return FAILED
+        print_error(f"Error: replica group {id} has ended without a result. {MISSING_CALLBACK}")
+        return BAD_INPUT
     with fence("the summary of the run"):
         write_summary(run, restarts)
     try:
