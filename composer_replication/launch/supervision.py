@@ -68,7 +68,6 @@ class GroupRecord:
         group: What it has written.
         restarts: How often it was started again.
         in_a_row: Restarts since the last sync to which it contributed.
-        contributed_at: When the newest sync to which it contributed before its last start was over.
         started_at: When it was started last, in seconds since 1970.
         due: When it is started again, by ``time.monotonic``; 0 while it runs or has ended for good.
         status: The exit status with which it ended for good; 0 before.
@@ -82,7 +81,6 @@ class GroupRecord:
     group: Group
     restarts: int = 0
     in_a_row: int = 0
-    contributed_at: float = 0.0
     started_at: float = field(default_factory=time.time)
     due: float = 0.0
     status: int = 0
@@ -220,51 +218,58 @@ class Supervisor:
 
     def _handle_death(self, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
-        end = f"group {record.id} {describe_end(status)}"
-        group = record.read()
-        was_rejected = group.phase == REJECTED
-        if was_rejected:
-            status = BAD_INPUT  # a user's script may end with any status
         self.groups.end(record.id)  # kills ranks and loader workers that outlived their parent
-        if group.contributed_at > record.contributed_at:
+        if record.read().contributed_at > record.started_at:
             record.in_a_row = 0
-        if self._has_nobody_to_join(record):
-            self._end(record, 1, NOT_BACK)
-            self.say(f"{end}; it is too late to join the others again")
-            return
-        errors = [each for each in group.errors if each.time >= record.started_at]
-        error = errors[-1] if errors else Error(0.0, "", "")
-        # It has left since its pseudo-gradients were not sound. If nobody's are, a restart is vain.
-        if error.kind == NOT_SOUND and (failure := self._failure):
-            record.error = failure
-            self._end(record, 1, FAILED)
-            self.say(f"{end}, and is not started again")
-            return
-        # What was accepted once may be rejected for a reason that passes, such as a host name that
-        # does not resolve while the machine starts. A script that loads no checkpoint stays one.
-        was_accepted = was_rejected and bool(group.newest or group.starts)
-        may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
-        has_failed = status == BAD_INPUT or self._has_failed_to_start(record, status)
-        is_hopeless = has_failed and not may_pass
-        if is_hopeless and group.phase not in JOINED:
-            said = error.text or self.groups.last_line(record.id)
-            record.error = said.removeprefix("Error: ")
-            if self._none_can_start:
-                status = BAD_INPUT  # the program would end so at each start
-        if is_hopeless or record.in_a_row >= self.max_restarts:
-            others_train = record.restarts > 0 and any(
-                each.is_training for each in self.records.values()
-            )
-            self._end(record, status, LEFT_OUT if others_train else FAILED)
-            then = "; the others go on without it" if others_train else ", and is not started again"
-            trained = ": it had trained to the end before" if group.result else ""
-            self.say(end + then + trained)
+        end = f"group {record.id} {describe_end(status)}"
+        phase, status, then = self._judge(record, status)
+        if phase:
+            self._end(record, status, phase)
+            self.say(end + then)
             return
         pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
         record.due = time.monotonic() + pause_s
         self._enter(record, RESTARTING, restart_at=time.time() + pause_s)
         restart = f"restart {record.in_a_row + 1} of {self.max_restarts}"
         self.say(f"{end}, starts again in {pause_s:.0f} s ({restart})")
+
+    def _judge(self, record: GroupRecord, status: int) -> tuple[str, int, str]:
+        """Decide about a group that has died.
+
+        Returns:
+            The phase in which it has ended for good, empty if it is started again; its exit
+            status then; and what follows, for people.
+        """
+        group = record.group
+        if self._has_nobody_to_join(record):
+            return NOT_BACK, 1, "; it is too late to join the others again"
+        errors = [each for each in group.errors if each.time >= record.started_at]
+        error = errors[-1] if errors else Error(0.0, "", "")
+        # It has left since its pseudo-gradients were not sound. If nobody's are, a restart is vain.
+        if error.kind == NOT_SOUND and (failure := self._failure):
+            record.error = failure
+            return FAILED, 1, ", and is not started again"
+        may_pass = False
+        if group.phase == REJECTED:
+            status = BAD_INPUT  # a user's script may end with any status
+            # What was accepted once may be rejected for a reason that passes, such as a host name
+            # that does not resolve while the machine starts. A script that loads no checkpoint
+            # stays one.
+            was_accepted = bool(group.newest or group.starts)
+            may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
+        has_failed = status == BAD_INPUT or self._has_failed_to_start(record, status)
+        is_hopeless = has_failed and not may_pass
+        if not is_hopeless and record.in_a_row < self.max_restarts:
+            return "", status, ""
+        if is_hopeless and group.phase not in JOINED:
+            said = error.text or self.groups.last_line(record.id)
+            record.error = said.removeprefix("Error: ")
+            if self._none_can_start:
+                status = BAD_INPUT  # the program would end so at each start
+        trained = ": it had trained to the end before" if group.result else ""
+        if record.restarts and any(each.is_training for each in self.records.values()):
+            return LEFT_OUT, status, f"; the others go on without it{trained}"
+        return FAILED, status, f", and is not started again{trained}"
 
     def _has_failed_to_start(self, own: GroupRecord, status: int) -> bool:
         """Whether a group ended with an error of its own before it joined, in its first process.
@@ -297,7 +302,6 @@ class Supervisor:
         record.due = 0.0
         record.restarts += 1
         record.in_a_row += 1
-        record.contributed_at = record.read().contributed_at
         record.started_at = time.time()
         self.start(record.id)
 

@@ -120,7 +120,7 @@ def test_a_sync_in_between_starts_the_count_anew(tmp_path):
     write(tmp_path, 0), write(tmp_path, 1)
 
     def commit(groups, looks):
-        write(tmp_path, 1, syncs=1 + len(groups.started))
+        write_events(tmp_path / "replica_1", "sync", {"time": time.time()})
         if len(groups.started) == 6:
             groups.lives[0][0] = groups.lives[1][0] = 0
 
