@@ -126,17 +126,14 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
     config, source, left_out = load_settings(options.settings, options.set or ())
     followed = ("run_dir", "start_timeout_s")
     of_file = {} if options.settings is None else read_options(options.settings, followed)
-    diloco = diloco_section(config)
-    if (limit := of_file.get("start_timeout_s")) is not None:
-        diloco["start_timeout_s"] = limit
-    without = [name for name in left_out if name not in followed]
-    if without:
+    run_dir = options.run_dir or of_file.pop("run_dir", None) or ""
+    if without := [name for name in left_out if name not in followed]:
         source += f" (without {', '.join(without)}: name such options in the command)"
     check_command(command)
     return Job(
         config={
-            "run_dir": str(options.run_dir or of_file.get("run_dir") or ""),
-            "callbacks": {"diloco": diloco},
+            "run_dir": str(run_dir),
+            "callbacks": {"diloco": diloco_section(config) | of_file},
             "autoresume": options.resume,
             "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
         },
