@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
@@ -32,24 +32,14 @@ INTERRUPTED = 130
 PACKAGE = "composer_replication"
 
 
-class CurrentStderr(logging.StreamHandler):
-    """Writes to what ``sys.stderr`` is now, since a live display replaces it for its duration.
-
-    A line that bypassed the display would appear in the middle of its table.
-    """
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return sys.stderr
-
-
 def quiet_others() -> None:
     """Log from INFO on in this package and from WARNING on elsewhere; show only our warnings."""
     is_first = os.environ.get("RANK", "0") == "0"
-    handler = CurrentStderr()
+    # It writes to what sys.stderr is now: a live display replaces that for its duration, and a line
+    # that bypassed the display would appear in the middle of its table.
+    handler = logging.lastResort
+    assert handler is not None, "only a program that wants no log lines at all removes it"
+    handler.setLevel(logging.NOTSET)
     line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

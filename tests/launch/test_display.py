@@ -18,7 +18,6 @@ from rich.text import Text
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, LiveRun, live_table
 from composer_replication.launch.outcome import print_rows
-from composer_replication.launch.output import CurrentStderr
 from composer_replication.util import fence
 
 
@@ -85,8 +84,7 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
     monkeypatch.setattr(sys, "stderr", stderr)
     warner = logging.getLogger("composer_replication.test_display")
     warner.propagate = False
-    handler = CurrentStderr()
-    warner.addHandler(handler)
+    warner.addHandler(logging.lastResort)
     try:
         with Display(console, LiveRun(tmp_path, range(2))) as display:
             display.refresh(is_last=True)
@@ -97,7 +95,7 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
         warner.warning("Later")
         assert stderr.getvalue() == "Later\n"
     finally:
-        warner.removeHandler(handler)
+        warner.removeHandler(logging.lastResort)
 
 
 def test_warnings_that_go_to_a_file_stay_there(tmp_path, monkeypatch):
