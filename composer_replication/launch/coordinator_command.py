@@ -85,7 +85,7 @@ class CoordinatorCommand:
                     settings,
                     source,
                     num_replicas=count,
-                    min_replicas=group.min_replica_size,
+                    min_replica_size=group.min_replica_size,
                     digest_every=group.digest_every,
                     state_dir=self.state_dir,
                     bind=self.bind,

@@ -135,7 +135,7 @@ def launch_groups(
         settings,
         job.source,
         num_replicas=replicas,
-        min_replicas=group.min_replica_size,
+        min_replica_size=group.min_replica_size,
         digest_every=group.digest_every,
         state_dir=run_dir,
         bind="127.0.0.1:0",  # all groups are on this machine
