@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from omegaconf import DictConfig
 from rich.console import Console
 
 from composer_replication.config_file import (
@@ -189,9 +188,7 @@ def launch_groups(
     return INTERRUPTED
 
 
-def begin_run(
-    config: Mapping[str, Any], name: str | Path, source: str | Path
-) -> tuple[Path, DictConfig]:
+def begin_run(config: Mapping[str, Any], name: str | Path, source: str | Path) -> tuple[Path, Any]:
     """Make a run's folder, write its config into it, and print where it is and its settings.
 
     Args:

@@ -166,11 +166,11 @@ def _each_once(texts: Iterable[str | None]) -> list[str]:
 
 def _saved_by(group: Group) -> str:
     """Say where a group's newest checkpoint is; empty if it has saved none."""
-    newest = newest_whole(group.start.get("checkpoints") or "")
     folders = group.start.get("saves_to") or ()
-    remote = [folder for folder in folders if "://" in folder]
-    if newest is not None or remote:
-        return ", ".join(remote or [str(newest)])
+    if remote := [folder for folder in folders if "://" in folder]:
+        return ", ".join(remote)
+    if newest := newest_whole(group.start.get("checkpoints") or ""):
+        return str(newest)
     # A loop of one's own alone knows where.
     return f"by group {group.name} at step {group.saved_at}" if group.saved_at else ""
 
@@ -275,7 +275,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     )
     record = {
         "run_name": run.run_dir.resolve().name,
-        "result": [[*row] for row in result_of(run)],
+        "result": result_of(run),
         "failure": run.failure,
         "groups": {group.name: _known_of(group) for group in run},
         "unregistered": {group.name: _shown_of(group) for group in run if group.status},
