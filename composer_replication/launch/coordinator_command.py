@@ -76,7 +76,7 @@ class CoordinatorCommand:
         config, source, left_out = load_settings(self.file, self.set or [])
         tokens = choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir)
         settings, group = read_diloco(diloco_section(config))
-        count = self.replicas or group.num_replicas or 1
+        count = self.replicas or group.num_awaited
         from composer_replication.coordinator.server import Coordinator
 
         with Interrupts() as interrupts, ExitStack() as opened:

@@ -131,8 +131,8 @@ class LiveRun(Run):
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
-        parts = self._newest, self._learned_nothing, self._agreement
-        return ", ".join(filter(None, parts))
+        learned = "learned nothing" if self.failure else ""
+        return ", ".join(filter(None, [self._newest, learned, self._agreement]))
 
     @property
     def _newest(self) -> str:
@@ -140,10 +140,6 @@ class LiveRun(Run):
             return ""
         groups = plural(len(self.groups), "group")
         return f"outer step {self.outer_steps}: {self.participants} of {groups}"
-
-    @property
-    def _learned_nothing(self) -> str:
-        return "learned nothing" if self.failure else ""
 
     @property
     def differ(self) -> bool:
@@ -166,7 +162,7 @@ class LiveRun(Run):
             "" if step == "-" else f"step {step}",
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
-            self._learned_nothing,
+            "learned nothing" if self.failure else "",
             self._agreement,
             *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
         ]

@@ -60,8 +60,9 @@ def report_error(error: Exception) -> int:
         traceback.print_exception(error)
         return FAILED
     print_error(f"Error: {_usage(error) if is_usage else error}")
+    if isinstance(error, DuplicateIdError):
+        return FAILED  # the name may be free the next time
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
-    is_bad_input &= not isinstance(error, DuplicateIdError)  # the name may be free the next time
     return BAD_INPUT if is_bad_input or is_usage else FAILED
 
 

@@ -211,8 +211,10 @@ def describe(run: Run) -> list[tuple[str, str]]:
     if names := ", ".join(run.differing_buffers):
         rows.append(("buffers", f"DIFFERENT, by sync_buffers=none: the models differ in {names}"))
     if gap := run.samples_gap:
-        text = f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
-        text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
+        text = (
+            f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
+            f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
+        )
         rows.append(("samples", text))
     for group in run:
         for resume in group.resumes:
@@ -221,10 +223,9 @@ def describe(run: Run) -> list[tuple[str, str]]:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{group.name}/{EVENTS} left out"))
     rows += _describe_errors(run)
-    measured = [group for group in run if group.inner_share is not None]
-    if measured:
-        each = (f"group {group.name} {group.inner_share:.0%}" for group in measured)
-        rows.append(("time in inner steps", ", ".join(each)))
+    measured = (group for group in run if group.inner_share is not None)
+    if shares := [f"group {group.name} {group.inner_share:.0%}" for group in measured]:
+        rows.append(("time in inner steps", ", ".join(shares)))
     return rows
 
 
