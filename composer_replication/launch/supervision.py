@@ -267,7 +267,8 @@ class Supervisor:
             if self._none_can_start:
                 status = BAD_INPUT  # the program would end so at each start
         trained = ": it had trained to the end before" if group.result else ""
-        if record.restarts and any(each.is_training for each in self.records.values()):
+        others = [each for each in self.records.values() if each is not record]
+        if record.restarts and any(each.is_training for each in others):
             return LEFT_OUT, status, f"; the others go on without it{trained}"
         return FAILED, status, f", and is not started again{trained}"
 
