@@ -16,14 +16,7 @@ import typer
 from rich.console import Console
 
 from composer_replication import __version__
-from composer_replication.config_file import (
-    ConfigError,
-    diloco_section,
-    read_diloco,
-    save_config,
-    with_values,
-)
-from composer_replication.group.run_folder import CONFIG, make_run_folder
+from composer_replication.config_file import ConfigError
 from composer_replication.launch.commands import (
     Config,
     Count,
@@ -36,19 +29,24 @@ from composer_replication.launch.coordinator_command import CoordinatorCommand
 from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.doctor import doctor
 from composer_replication.launch.job import job_of
-from composer_replication.launch.launcher import launch_groups, run_group
-from composer_replication.launch.outcome import finish, print_error, print_rows, write_page
+from composer_replication.launch.launcher import (
+    LaunchOptions,
+    begin_run,
+    launch_groups,
+    run_group,
+)
+from composer_replication.launch.outcome import finish, print_rows, write_page
 from composer_replication.launch.output import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,
     ignore_output_errors,
     let_rank_0_end_first,
+    print_error,
     quiet_others,
     report_error,
 )
 from composer_replication.launch.run_record import describe, open_run
-from composer_replication.launch.supervision import MAX_RESTARTS, SUPERVISED_HANG_TIMEOUT_S
 from composer_replication.plan import (
     HOST_S_PER_PARAM,
     PlannedRun,
@@ -56,7 +54,6 @@ from composer_replication.plan import (
     parse_params,
     plan_table,
 )
-from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.settings import DEFAULTS, DiLoCoSettings
 from composer_replication.training import load_config, simulate_replicas
 from composer_replication.training import train as train_group
@@ -132,32 +129,15 @@ def train(config: Config, overrides: Overrides = None) -> int:
 
 @command(app, "launch", cls=TakesCommand)
 @dataclass(kw_only=True)
-class LaunchCommand(JobOptions):
+class LaunchCommand(LaunchOptions, JobOptions):
     """Train in several replica groups on this machine, with a coordinator and a lighthouse.
 
     They train a config, or run the command after --, whose script has the callback.
-
-    Args:
-        replicas: Number of replica groups.
-        max_restarts: Most restarts in a row of a group that dies.
-        straggler_timeout_s: Longest wait of a sync for a group that is alive and late, in seconds.
-        hang_timeout_s: A group ends itself after this time without progress, in seconds.
     """
-
-    replicas: Count = 2
-    max_restarts: Annotated[int, typer.Option(min=0)] = MAX_RESTARTS
-    straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
-    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S
 
     def run(self) -> int:
         """Train until all groups have ended, and return the exit status."""
-        return launch_groups(
-            job_of(self),
-            replicas=self.replicas,
-            max_restarts=self.max_restarts,
-            straggler_timeout_s=self.straggler_timeout_s,
-            hang_timeout_s=self.hang_timeout_s,
-        )
+        return launch_groups(job_of(self), self)
 
 
 command(app, "run", cls=TakesCommand)(run_group)
@@ -173,17 +153,11 @@ def simulate(config: Config, overrides: Overrides = None, replicas: Count = 2) -
         overrides: Values to replace, such as max_duration=100ba callbacks.diloco.sync_every=50.
         replicas: Number of replica groups.
     """
-    checked = load_config(config, overrides or [])
-    run_dir = make_run_folder(checked, config)
-    checked = with_values(checked, run_dir=str(run_dir))
-    save_config(checked, run_dir / CONFIG)
+    run_dir, checked = begin_run(load_config(config, overrides or []), config, config)
     began = time.monotonic()
     # The display shows one table for all groups. Their log lines would be drawn over it.
     logging.getLogger("composer_replication").setLevel(logging.WARNING)
-    console = Console(highlight=False)
-    settings, _ = read_diloco(diloco_section(checked))
-    console.print(f"Settings from {config}: {settings}", markup=False, soft_wrap=True)
-    with Display(console, LiveRun(run_dir, range(replicas))):
+    with Display(Console(highlight=False), LiveRun(run_dir, range(replicas))):
         simulate_replicas(checked, replicas)
     return finish(run_dir, range(replicas), time.monotonic() - began, restarts={})
 

@@ -4,8 +4,8 @@ import json
 
 from run_events import write_events
 
+from composer_replication.launch import supervision
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
-from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import Supervisor
 
 
@@ -39,13 +39,12 @@ def write(folder, replica_id, phase="training", syncs=1):
 
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):
     groups, said = Groups(folder, lives), []
-    looks, run = [], Run(folder, lives)
-    supervisor = Supervisor(
-        groups, run, groups.start, list(lives), max_restarts, say=said.append, **more
-    )
+    looks = []
+    more = {"first_pause_s": supervision.FIRST_PAUSE_S, "say": said.append} | more
+    supervisor = Supervisor(groups, groups.start, list(lives), max_restarts, **more)
 
     def show(supervisor):
-        looks.append({id: record.status for id, record in supervisor.records.items()})
+        looks.append({id: record.end or None for id, record in supervisor.records.items()})
         on_look(groups, looks)
         assert len(looks) < 5_000, "it does not end"
 

@@ -151,7 +151,6 @@ from composer_replication.replica import backend_for, host_store, make_manager
 for module, name in [
     ("composer_replication", "DiLoCoCallback"),
     ("composer_replication.callback", "DiLoCoCallback"),
-    ("composer_replication.launch", "launch_groups"),
     ("composer_replication.hf", "DiLoCoTrainerCallback"),
 ]:
     try:
@@ -167,7 +166,6 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     assert [line.partition(" in a clone of")[0] for line in result.stdout.splitlines()] == [
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
         "DiLoCoCallback needs Composer: run pip install '.[composer]'",
-        "launch_groups needs typer: run pip install '.[launch]'",
         "DiLoCoTrainerCallback needs transformers: run pip install '.[transformers]'",
     ], result.stderr
 

@@ -76,7 +76,7 @@ class Coordinator:
         settings: DiLoCo settings of the run.
         source: Where the settings come from, for people.
         num_replicas: Number of groups that a cold start waits for.
-        min_replicas: Fewest groups in a quorum that may commit.
+        min_replica_size: Fewest groups in a quorum that may commit.
         digest_every: The value of groups whose config does not name it.
         model_section: The config's ``model``, if it has one. Groups compare digests of its values
             with their own before they build the model.
@@ -99,7 +99,7 @@ class Coordinator:
         *,
         num_replicas: int,
         state_dir: Path,
-        min_replicas: int = 1,
+        min_replica_size: int = 1,
         digest_every: int = 0,
         model_section: Mapping[str, Any] | None = None,
         record: Record | None = None,
@@ -135,7 +135,7 @@ class Coordinator:
                 settings=settings,
                 settings_source=source,
                 num_replicas=num_replicas,
-                min_replicas=min_replicas,
+                min_replicas=min_replica_size,
                 lighthouse_addr=self.lighthouse_addr,
                 heartbeat_timeout_s=heartbeat_timeout_s,
                 version=__version__,

@@ -62,12 +62,9 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
 
 def _descriptions(target: Any) -> str:
     """The lines below ``Args:`` of a function, or of a dataclass and those it inherits from."""
-    sections = []
-    for kind in reversed(getattr(target, "__mro__", (target,))):
-        _, found, rest = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
-        if found:
-            sections.append(rest.partition("\n\n")[0])
-    return "\n".join(sections)
+    kinds = reversed(getattr(target, "__mro__", (target,)))
+    texts = (inspect.cleandoc(kind.__doc__ or "") for kind in kinds)
+    return "\n".join(text.partition("Args:\n")[2].partition("\n\n")[0] for text in texts)
 
 
 def _option(name: str, hint: Any, text: str) -> Any:

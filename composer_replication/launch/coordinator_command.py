@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from composer_replication.config_file import ConfigError, diloco_section, load_settings, read_diloco
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.launch.commands import OptionalCount, Set
 from composer_replication.launch.processes import POLL_S, Interrupts
-from composer_replication.options import TOKEN, ReplicaEnv, read_tokens
+from composer_replication.options import COORDINATOR, TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import read_json
@@ -77,17 +76,16 @@ class CoordinatorCommand:
         config, source, left_out = load_settings(self.file, self.set or [])
         tokens = choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir)
         settings, group = read_diloco(diloco_section(config))
-        count = self.replicas or group.num_replicas or 1
+        count = self.replicas or group.num_awaited
         from composer_replication.coordinator.server import Coordinator
 
-        console = Console(highlight=False)
         with Interrupts() as interrupts, ExitStack() as opened:
             try:
                 coordinator = Coordinator(
                     settings,
                     source,
                     num_replicas=count,
-                    min_replicas=group.min_replica_size,
+                    min_replica_size=group.min_replica_size,
                     digest_every=group.digest_every,
                     state_dir=self.state_dir,
                     bind=self.bind,
@@ -103,20 +101,17 @@ class CoordinatorCommand:
                 raise ConfigError(str(error)) from error
             opened.callback(coordinator.shutdown)
             address = coordinator.address
-            lines = [
-                f"COMPOSER_REPLICATION_COORDINATOR={address}  (for {count} replica groups)",
-                f"page: {address}/",
-                f"lighthouse: {coordinator.lighthouse_addr}    state: {self.state_dir.absolute()}",
-                f"settings: {settings}  (from {source})",
-            ]
+            print(f"{COORDINATOR}={address}  (for {count} replica groups)")
+            print(f"page: {address}/")
+            state = self.state_dir.absolute()
+            print(f"lighthouse: {coordinator.lighthouse_addr}    state: {state}")
+            print(f"settings: {settings}  (from {source})")
             if left_out:
                 names = ", ".join(left_out)
-                lines.append(f"left to the groups: {names}  (callbacks.diloco of {self.file})")
+                print(f"left to the groups: {names}  (callbacks.diloco of {self.file})")
             if not tokens:
                 who = "everybody who reaches this address"
-                lines.append(f"No token: {who} can change the run. Set {TOKEN}.")
-            for line in lines:
-                console.print(line, markup=False, soft_wrap=True)
+                print(f"No token: {who} can change the run. Set {TOKEN}.")
             while not interrupts.count and coordinator.is_serving:
                 time.sleep(POLL_S)
         shown = read_json(self.state_dir / PAGE_DATA)
@@ -124,7 +119,7 @@ class CoordinatorCommand:
             with fence("the page of the run"):
                 report = {"written": shown["time"], "files": []}
                 page = write_report_html(self.state_dir, shown | {"report": report})
-                console.print(f"page: {page.absolute()}", markup=False, soft_wrap=True)
+                print(f"page: {page.absolute()}")
 
 
 def choose_tokens(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -21,6 +21,7 @@ from rich.text import Text
 from composer_replication.group.words import format_duration, format_roughly, listed_groups, plural
 from composer_replication.launch.group import RESTARTING, STOPPED, TRAINING, Group
 from composer_replication.launch.run_record import Run
+from composer_replication.util.curves import agreement_of
 from composer_replication.util.fence import fence
 
 TABLE_EVERY_S = 0.3
@@ -123,16 +124,15 @@ class LiveRun(Run):
     @property
     def participants(self) -> int | None:
         """Groups in the newest sync, as those that were in it report; None before any."""
-        groups = [group for group in self if group.newest]
-        newest = max((group.synced_step for group in groups), default=0)
-        numbers = [group.participants for group in groups if group.synced_step == newest]
+        newest = max(group.synced_step for group in self)
+        numbers = (group.participants for group in self if group.synced_step == newest)
         return min(filter(None, numbers), default=None)
 
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
-        parts = self._newest, self._learned_nothing, self._agreement
-        return ", ".join(filter(None, parts))
+        learned = "learned nothing" if self.failure else ""
+        return ", ".join(filter(None, [self._newest, learned, self._agreement]))
 
     @property
     def _newest(self) -> str:
@@ -140,10 +140,6 @@ class LiveRun(Run):
             return ""
         groups = plural(len(self.groups), "group")
         return f"outer step {self.outer_steps}: {self.participants} of {groups}"
-
-    @property
-    def _learned_nothing(self) -> str:
-        return "learned nothing" if self.failure else ""
 
     @property
     def differ(self) -> bool:
@@ -166,7 +162,7 @@ class LiveRun(Run):
             "" if step == "-" else f"step {step}",
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
-            self._learned_nothing,
+            "learned nothing" if self.failure else "",
             self._agreement,
             *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
         ]
@@ -181,7 +177,7 @@ class LiveRun(Run):
     @property
     def _agreement(self) -> str:
         """The comparison of digests at the newest outer step for which several groups have one."""
-        found = self.agreement(self._present)
+        found = agreement_of({group.name: group for group in self._present})
         if found is None:
             return ""
         step, digests = found["outer_step"], {*found["digests"].values()}
@@ -198,7 +194,7 @@ class Display:
     open a thread of its own reads what the groups write.
 
     Args:
-        console: Where the display is written.
+        console: Where the display is written, without highlighting.
         run: The run. No other thread may read with this object.
     """
 
@@ -207,10 +203,11 @@ class Display:
         # Without auto_refresh rich starts no thread of its own, so that the table does not flicker
         # and nothing is drawn after the end. Warnings on the terminal are written above the table.
         to_stderr = sys.stderr.isatty()
-        live = Live(Text(""), console=console, auto_refresh=False, redirect_stderr=to_stderr)
+        live = Live(console=console, auto_refresh=False, redirect_stderr=to_stderr)
         self._live = live if console.is_terminal else None
         self._run = run
-        self._line_at = time.monotonic() - LINE_EVERY_S
+        self._line = ""
+        self._line_at = -LINE_EVERY_S
         self._line_step = 0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep_refreshing, daemon=True)
@@ -240,7 +237,6 @@ class Display:
         self._console.print(
             f"{time.strftime('%H:%M:%S')}  {text}",
             markup=False,
-            highlight=False,
             soft_wrap=self._live is None,
         )
 
@@ -249,18 +245,23 @@ class Display:
         """Show the groups, and what has happened since the last time.
 
         Args:
-            is_last: Whether the run is over.
+            is_last: Whether the run is over. Without a terminal its last line is then written,
+                unless it already is.
         """
         for line in self._run.update():
             self.say(line)
-        now = time.monotonic()
-        step = self._run.outer_steps
         if self._live:
             self._live.update(live_table(self._run, self._console.height), refresh=True)
-        elif is_last or (step > self._line_step and now >= self._line_at + LINE_EVERY_S):
+            return
+        now = time.monotonic()
+        step = self._run.outer_steps
+        line = self._run.status_line
+        is_due = step > self._line_step and now >= self._line_at + LINE_EVERY_S
+        if (is_due or is_last) and line != self._line:
+            self._line = line
             self._line_at = now
             self._line_step = step
-            self.say(self._run.status_line)
+            self.say(line)
 
 
 def live_table(run: LiveRun, height: int) -> Lines:
@@ -270,9 +271,9 @@ def live_table(run: LiveRun, height: int) -> Lines:
         run: The run.
         height: Of the terminal, in lines. If there are more groups, those with a problem are shown.
     """
-    by_mood = sorted(run, key=lambda group: group.mood == "good")
-    chosen = set(by_mood[: max(1, height - OTHER_LINES)])
-    shown = [group for group in run if group in chosen]
+    groups = [*run]
+    in_trouble_first = sorted(groups, key=lambda group: group.mood == "good")
+    shown = sorted(in_trouble_first[: max(1, height - OTHER_LINES)], key=groups.index)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("group", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=16)
@@ -283,21 +284,16 @@ def live_table(run: LiveRun, height: int) -> Lines:
         table.add_row(*_row(group))
     style = STYLES["bad" if run.differ or run.failure else "good"]
     overview = Text(run.overview, style=style, no_wrap=True, overflow="ellipsis")
-    left_out = len(by_mood) - len(shown)
-    if left_out:
-        return Lines(table, Text(f"and {plural(left_out, 'other group')}"), overview)
-    return Lines(table, overview)
+    left_out = len(groups) - len(shown)
+    others = [f"and {plural(left_out, 'other group')}"] if left_out else []
+    return Lines(table, *others, overview)
 
 
-def _row(group: Group) -> Iterator[Text | ProgressBar]:
+def _row(group: Group) -> Iterator[RenderableType]:
     yield Text(group.name, style=STYLES[group.mood])
     yield Text(group.state, style=STYLES[group.mood])
-    if group.done is None:
-        yield Text("")
-    else:
-        yield ProgressBar(1.0, group.done, complete_style="cyan")
-    yield Text(group.step)
-    yield Text("-" if group.participants is None else f"{group.participants}")
-    yield Text("-" if group.loss is None else f"{group.loss:.3f}")
-    left = group.seconds_left
-    yield Text("-" if left is None else format_duration(left))
+    yield "" if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
+    yield group.step
+    yield "-" if group.participants is None else f"{group.participants}"
+    yield "-" if group.loss is None else f"{group.loss:.3f}"
+    yield "-" if group.seconds_left is None else format_duration(group.seconds_left)

@@ -104,10 +104,8 @@ class Group(History):
         trained_at = self.status.get("trained_at")
         if self.phase not in TRAINING or trained_at is None:
             return 0.0
-        step_s = 0.0
-        left = (self.status.get("max_batches") or 0) - self.batch
-        if left > 0:
-            step_s = (self.status.get("seconds_left") or 0.0) / left
+        left = max(1, (self.status.get("max_batches") or 0) - self.batch)
+        step_s = (self.status.get("seconds_left") or 0.0) / left
         silent_s = time.time() - trained_at
         return silent_s if silent_s > max(SILENT_AFTER_S, 5 * step_s) else 0.0
 

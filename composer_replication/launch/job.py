@@ -16,11 +16,19 @@ from composer_replication.config_file import (
     ConfigError,
     diloco_section,
     load_settings,
+    read_diloco,
     read_options,
 )
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
-from composer_replication.options import COORDINATOR, HANG_TIMEOUT, HOSTNAME, RUN_DIR
+from composer_replication.options import (
+    COORDINATOR,
+    HANG_TIMEOUT,
+    HOSTNAME,
+    RUN_DIR,
+    ReplicaOptions,
+)
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.training import load_config
 from composer_replication.util.lazy import named_extra
 
@@ -118,18 +126,14 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
     config, source, left_out = load_settings(options.settings, options.set or ())
     followed = ("run_dir", "start_timeout_s")
     of_file = {} if options.settings is None else read_options(options.settings, followed)
-    diloco = diloco_section(config)
-    if (limit := of_file.get("start_timeout_s")) is not None:
-        diloco["start_timeout_s"] = limit
-    without = [name for name in left_out if name not in followed]
-    if without:
+    run_dir = options.run_dir or of_file.pop("run_dir", None) or ""
+    if without := [name for name in left_out if name not in followed]:
         source += f" (without {', '.join(without)}: name such options in the command)"
     check_command(command)
-    run_dir = options.run_dir or of_file.get("run_dir")
     return Job(
         config={
-            "run_dir": None if run_dir is None else str(run_dir),
-            "callbacks": {"diloco": diloco},
+            "run_dir": str(run_dir),
+            "callbacks": {"diloco": diloco_section(config) | of_file},
             "autoresume": options.resume,
             "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
         },
@@ -147,35 +151,26 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
     Raises:
         ConfigError: It is empty, or its program does not exist or is not executable.
     """
-    if not command or command == [""]:
+    if not command or not command[0]:
         raise ConfigError("there is no command after --: write e.g. -- python train.py")
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"there is no command {command[0]!r}: give the path of an executable file, or the name "
             "of one in PATH"
         )
-    script = _script_of(command)
-    if script is not None and not Path(script).exists():
+    # In another program's arguments, or those of a module, such a name may mean anything.
+    runs_script = re.fullmatch(r"python[\d.]*|composer|torchrun", Path(command[0]).name)
+    script = next((word for word in command if word.endswith(".py")), "")
+    is_plain = runs_script and not {"-c", "-m"}.intersection(command) and "{" not in script
+    if is_plain and not Path(script).exists():
         raise ConfigError(
             f"there is no script {script!r} here, as {' '.join(command)!r} needs it: give its path"
         )
     return command
 
 
-def _script_of(command: Sequence[str]) -> str | None:
-    """The script that Python, or a launcher of Python processes, is asked to run, if that is plain.
-
-    With ``-c`` or ``-m`` it is none, and in another program's arguments a name may mean anything.
-    """
-    program = re.fullmatch(r"python[\d.]*|composer|torchrun", Path(command[0]).name)
-    first = next((word for word in command if word.endswith(".py")), None)
-    if program is None or first is None or "{" in first:
-        return None
-    return None if "-c" in command or "-m" in command else first
-
-
-def check_launch(job: Job, replicas: int) -> None:
-    """Reject what cannot run as several groups on one machine.
+def check_launch(job: Job, replicas: int) -> tuple[DiLoCoSettings, ReplicaOptions]:
+    """Return the settings and options of a launch, or reject what is none on one machine.
 
     Args:
         job: What the groups run.
@@ -184,9 +179,6 @@ def check_launch(job: Job, replicas: int) -> None:
     Raises:
         ConfigError: A setting contradicts the launch. The message names it and the fix.
     """
-    nproc = 1 if job.nproc is None else job.nproc
-    if replicas < 1 or nproc < 1:
-        raise ConfigError(f"--replicas {replicas} --nproc {nproc}: use 1 or more of each")
     section = diloco_section(job.config)
     for key, fix in (
         ("replica_id", "launch numbers the groups"),
@@ -201,11 +193,7 @@ def check_launch(job: Job, replicas: int) -> None:
             f"callbacks.diloco.num_replicas={section['num_replicas']} but --replicas {replicas}: "
             "leave num_replicas out"
         )
-    if section.get("min_replica_size", 1) > replicas:
-        raise ConfigError(
-            f"callbacks.diloco.min_replica_size={section['min_replica_size']} is above --replicas "
-            f"{replicas}, so no sync could commit: use at most {replicas}"
-        )
+    return read_diloco(section | {"num_replicas": replicas})
 
 
 def group_command(

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from composer_replication.config_file import (
     with_values,
 )
 from composer_replication.group.run_folder import CONFIG, log_path, make_run_folder
-from composer_replication.launch.commands import CommandLine, OptionalCount
+from composer_replication.launch.commands import CommandLine, Count, OptionalCount
 from composer_replication.launch.coordinator_command import TOKEN_FILE, write_token_file
 from composer_replication.launch.display import Display, LiveRun
 from composer_replication.launch.job import (
@@ -42,16 +43,14 @@ from composer_replication.launch.job import (
     without_ranks,
 )
 from composer_replication.launch.outcome import (
-    RunRecord,
     conclude,
     explain_failures,
     explain_interrupt,
     keep_page,
-    print_error,
+    recorder,
 )
-from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED
+from composer_replication.launch.output import BAD_INPUT, FAILED, INTERRUPTED, print_error
 from composer_replication.launch.processes import Interrupts, ReplicaGroups, ReplicaId
-from composer_replication.launch.run_record import Run
 from composer_replication.launch.supervision import (
     FIRST_PAUSE_S,
     MAX_RESTARTS,
@@ -71,9 +70,6 @@ ENGINES = {
 }
 """Variables in which engines number what they start, and the engines."""
 
-_LOCAL = "127.0.0.1"
-"""The address at which the coordinator listens: all groups are on this machine."""
-
 HEARTBEAT_TIMEOUT_MS = 2_000
 """Milliseconds of silence after which the lighthouse drops a group.
 
@@ -81,13 +77,31 @@ It is short, since no network on one machine loses packets.
 """
 
 
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """How ``launch`` keeps its groups running.
+
+    A sync that does not wait for a late group any longer goes on without it. The group later loads
+    the others' state, and loses its inner steps since its last sync. The callback's
+    ``hang_timeout_s`` has precedence over this one.
+
+    Args:
+        replicas: Number of replica groups.
+        max_restarts: Most restarts in a row of a group that dies.
+        straggler_timeout_s: Longest wait of a sync for a group that is alive and late, in seconds.
+        hang_timeout_s: A group ends itself after this time without progress, in seconds.
+    """
+
+    replicas: Count = 2
+    max_restarts: Annotated[int, typer.Option(min=0)] = MAX_RESTARTS
+    straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
+    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S
+
+
 def launch_groups(
     job: Job,
+    options: LaunchOptions,
     *,
-    replicas: int,
-    max_restarts: int = MAX_RESTARTS,
-    straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
-    hang_timeout_s: float = SUPERVISED_HANG_TIMEOUT_S,
     on_poll: Callable[[Supervisor], object] | None = None,
     make_coordinator: Callable[..., Any] | None = None,
 ) -> int:
@@ -95,13 +109,7 @@ def launch_groups(
 
     Args:
         job: What the groups run.
-        replicas: Number of replica groups.
-        max_restarts: How often in a row a group that dies is started again.
-        straggler_timeout_s: Seconds that a sync waits for a group that is alive and has not joined
-            it. The sync then goes on without the group, which later loads the others' state and
-            loses its inner steps since its last sync.
-        hang_timeout_s: Seconds without any progress after which a group ends itself, to be started
-            again. The callback's ``hang_timeout_s`` has precedence.
+        options: How many there are, and when one of them is started again.
         on_poll: Is called several times a second while the groups run.
         make_coordinator: A replacement for ``Coordinator``.
 
@@ -113,42 +121,34 @@ def launch_groups(
         ConfigError: The job cannot be launched. Nothing has been started or written.
         ValueError: The run's folder cannot be used. Nothing has been started.
     """
-    check_launch(job, replicas)
+    replicas = options.replicas
+    settings, group = check_launch(job, replicas)
     from composer_replication.coordinator.server import Coordinator
 
-    run_dir = make_run_folder(job.config, job.name)
-    config = with_values(job.config, run_dir=str(run_dir))
-    save_config(config, run_dir / CONFIG)
-    console = Console(highlight=False)
-    console.print(f"Run folder: {run_dir}", markup=False, soft_wrap=True)
-    settings, group = read_diloco(diloco_section(config))
-    text = f"Settings from {job.source}: {settings}"
-    console.print(text, markup=False, soft_wrap=True)
+    run_dir, config = begin_run(job.config, job.name, job.source)
     began = time.monotonic()
-    tokens_of_env = ReplicaEnv.from_env().tokens
-    tokens = tokens_of_env or (secrets.token_hex(16),)
+    given = ReplicaEnv.from_env().tokens
+    tokens = given or (secrets.token_hex(16),)
     start_coordinator = make_coordinator or Coordinator
     coordinator = start_coordinator(
         settings,
         job.source,
         num_replicas=replicas,
-        min_replicas=group.min_replica_size,
+        min_replica_size=group.min_replica_size,
         digest_every=group.digest_every,
         state_dir=run_dir,
-        bind=f"{_LOCAL}:0",
+        bind="127.0.0.1:0",  # all groups are on this machine
         tokens=tokens,
-        straggler_timeout_s=straggler_timeout_s,
+        straggler_timeout_s=options.straggler_timeout_s,
         lighthouse_heartbeat_ms=HEARTBEAT_TIMEOUT_MS,
         all_start=True,
         model_section=model_section(config),
-        record=RunRecord(run_dir),
+        record=recorder(run_dir),
     )
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
-    page = f"Page: {coordinator.address}/" + token_hint(tokens[0], bool(tokens_of_env), run_dir)
-    console.print(page, markup=False, soft_wrap=True)
-    with ExitStack() as opened:
-        interrupts = opened.enter_context(Interrupts())
+    print(f"Page: {coordinator.address}/{token_hint(tokens[0], bool(given), run_dir)}")
+    with Interrupts() as interrupts, ExitStack() as opened:
         opened.callback(coordinator.shutdown)
         groups = opened.enter_context(ReplicaGroups(run_dir, interrupts))
 
@@ -157,19 +157,18 @@ def launch_groups(
             # predecessor's heartbeats have timed out.
             coordinator.group_has_ended(replica_id)
             environ = environment(replica_id, replicas, job.nproc, coordinator)
-            environ |= group_environment(replica_id, run_dir, hang_timeout_s)
+            environ |= group_environment(replica_id, run_dir, options.hang_timeout_s)
             environ |= {TOKEN: ",".join(tokens), **job.environ}
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 
-        display = Display(console, LiveRun(run_dir, range(replicas)))
+        display = Display(Console(highlight=False), LiveRun(run_dir, range(replicas)))
         supervisor = Supervisor(
             groups,
-            Run(run_dir, range(replicas)),
             start,
             range(replicas),
-            max_restarts,
-            start_retries=min(START_RETRIES, max_restarts) if job.is_own else 0,
+            options.max_restarts,
+            start_retries=min(START_RETRIES, options.max_restarts) if job.is_own else 0,
             start_timeout_s=group.start_timeout_s if job.is_own else math.inf,
             say=display.say,
         )
@@ -179,15 +178,36 @@ def launch_groups(
             failed = supervisor.watch(on_poll)
         explain_failures(run_dir, failed, supervisor)
         if interrupts.count:
-            console.print("Stopping the groups; Ctrl-C again kills them at once")
-    if failed or interrupts.count:
-        keep_page(run_dir)
+            print("Stopping the groups; Ctrl-C again kills them at once", flush=True)
+    if not failed and not interrupts.count:
+        return conclude(run_dir, supervisor, time.monotonic() - began)
+    keep_page(run_dir)
     if failed:
         return BAD_INPUT if BAD_INPUT in failed.values() else FAILED
-    if interrupts.count:
-        explain_interrupt(run_dir, sys.argv[1:])
-        return INTERRUPTED
-    return conclude(run_dir, supervisor, time.monotonic() - began)
+    explain_interrupt(run_dir, sys.argv[1:])
+    return INTERRUPTED
+
+
+def begin_run(config: Mapping[str, Any], name: str | Path, source: str | Path) -> tuple[Path, Any]:
+    """Make a run's folder, write its config into it, and print where it is and its settings.
+
+    Args:
+        config: The config of the run.
+        name: The file that it is from.
+        source: Where its settings come from, for people.
+
+    Returns:
+        The folder, and the config with it as ``run_dir``.
+
+    Raises:
+        ValueError: The folder cannot be used, or a setting.
+    """
+    run_dir = make_run_folder(config, name)
+    config = with_values(config, run_dir=str(run_dir))
+    save_config(config, run_dir / CONFIG)
+    settings, _ = read_diloco(diloco_section(config))
+    print(f"Run folder: {run_dir}\nSettings from {source}: {settings}")
+    return run_dir, config
 
 
 def token_hint(token: str, is_from_env: bool, run_dir: Path) -> str:
@@ -245,9 +265,7 @@ def run_group(
         interrupts = opened.enter_context(Interrupts())
         groups = opened.enter_context(ReplicaGroups(folder, interrupts, keeps_logs=False))
         # A command that starts its own ranks may need what an engine says about its nodes.
-        inherited = dict(os.environ)
-        if nproc not in (None, 1):
-            inherited = without_ranks(inherited)
+        inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
         variables = inherited | group_environment(replica_id, folder, hang_timeout_s)
 
         def start(replica_id: ReplicaId) -> None:
@@ -255,14 +273,13 @@ def run_group(
 
         supervisor = Supervisor(
             groups,
-            Run(folder, [replica_id]),
             start,
             [replica_id],
             restarts,
             start_retries=sys.maxsize,  # the coordinator may not be there yet
             first_pause_s=backoff_s,
             start_timeout_s=ReplicaOptions().start_timeout_s,
-            say=lambda text: log.warning("Replica %s", text.removeprefix("Replica ")),
+            say=log.warning,
         )
         supervisor.begin(replica_id)  # the folder may have the status of an earlier process
         start(replica_id)
@@ -284,17 +301,18 @@ def replica_id_from(environ: Mapping[str, str]) -> str:
         ConfigError: None is set, or two engines' numbers differ.
         ValueError: The id cannot be a group's name.
     """
-    own = environ.get("REPLICA_GROUP_ID")
     found = {name: environ[name] for name in ENGINES if environ.get(name)}
-    if not own and not found:
+    own = environ.get("REPLICA_GROUP_ID")
+    numbers = {own} if own else {*found.values()}
+    if not numbers:
         engines = ", ".join(f"{name} of {engine}" for name, engine in ENGINES.items())
         raise ConfigError(
             "which replica group is this? Set REPLICA_GROUP_ID to 0, 1, ..., different in each "
             f"group. Without it one of these is taken, and none is set: {engines}"
         )
-    if not own and len(set(found.values())) > 1:
+    replica_id = numbers.pop()
+    if numbers:
         each = ", ".join(f"{name}={value}" for name, value in found.items())
         raise ConfigError(f"{each}: which of them is the replica group? Set REPLICA_GROUP_ID")
-    replica_id = own or next(iter(found.values()))
     check_replica_id(replica_id)
     return replica_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +37,7 @@ from composer_replication.launch.group import (
     TRAINING,
     Group,
 )
-from composer_replication.launch.output import BAD_INPUT, FAILED
+from composer_replication.launch.output import BAD_INPUT, FAILED, print_error
 from composer_replication.launch.processes import last_lines
 from composer_replication.launch.run_record import (
     Run,
@@ -51,6 +51,7 @@ from composer_replication.launch.supervision import (
     Supervisor,
     describe_end,
 )
+from composer_replication.util.curves import agreement_of
 from composer_replication.util.fence import fence
 from composer_replication.util.json_files import finite, read_json
 
@@ -97,15 +98,16 @@ def finish(
         nothing was learned or the groups ended with different parameters, else 0.
     """
     run = open_run(run_dir)
-    missing = [id for id in finished if str(id) not in run.results]
-    if missing:
-        name = f"replica group {missing[0]}"
-        if not run.groups[str(missing[0])].has_joined:
-            print_error(f"Error: {name} has ended without a result. {MISSING_CALLBACK}")
-            return BAD_INPUT
-        events = f"{log_path(run_dir, missing[0]).parent}/{EVENTS}"
-        explain_failure(run_dir, missing[0], 0, f"and {events} has no end with a result")
-        return FAILED
+    for id in finished:
+        group = run.groups[str(id)]
+        if group.result:
+            continue
+        if group.has_joined:
+            events = f"{run_dir}/replica_{id}/{EVENTS}"
+            explain_failure(run_dir, id, 0, f"and {events} has no end with a result")
+            return FAILED
+        print_error(f"Error: replica group {id} has ended without a result. {MISSING_CALLBACK}")
+        return BAD_INPUT
     with fence("the summary of the run"):
         write_summary(run, restarts)
     try:
@@ -146,8 +148,8 @@ def explain_interrupt(run_dir: Path, argv: Sequence[str]) -> None:
     run = open_run(run_dir)
     saved = _each_once(map(_saved_by, run))
     if not saved:
-        fix = " or ".join(_each_once(group.start.get("to_save") for group in run))
-        fix = fix or "a save_folder and save_interval"
+        fixes = _each_once(group.start.get("to_save") for group in run)
+        fix = " or ".join(fixes) or "a save_folder and save_interval"
         print(f"No checkpoint was saved. For a run that can go on: {fix}")
         return
     print(f"Saved: {', '.join(saved)}")
@@ -164,11 +166,11 @@ def _each_once(texts: Iterable[str | None]) -> list[str]:
 
 def _saved_by(group: Group) -> str:
     """Say where a group's newest checkpoint is; empty if it has saved none."""
-    newest = newest_whole(group.start.get("checkpoints") or "")
     folders = group.start.get("saves_to") or ()
-    remote = [folder for folder in folders if "://" in folder]
-    if newest is not None or remote:
-        return ", ".join(remote or [str(newest)])
+    if remote := [folder for folder in folders if "://" in folder]:
+        return ", ".join(remote)
+    if newest := newest_whole(group.start.get("checkpoints") or ""):
+        return str(newest)
     # A loop of one's own alone knows where.
     return f"by group {group.name} at step {group.saved_at}" if group.saved_at else ""
 
@@ -237,41 +239,30 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
     console.print(table)
 
 
-@fence("what has failed")
-def print_error(text: str) -> None:
-    """Print an error in red on stderr, with its own line breaks only."""
-    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
 # ---- the page ----------------------------------------------------------------------------------
 
 
-class RunRecord:
-    """Reads a run's folder for the page: each time only what is new.
+def recorder(run_dir: Path) -> Callable[[], dict[str, Any]]:
+    """Make a function that reads a run's folder for the page: each time only what is new.
 
     Args:
         run_dir: The run's folder.
 
-    Attributes:
-        run_dir: The same.
+    Returns:
+        It returns what the folder adds to the page's data, see ``with_record``: ``run_name``,
+        ``result`` (rows of a name and a value), ``failure`` (see ``Run``), ``groups``, ``losses``
+        (means over a round), ``agreement``, ``evaluations`` and ``events``; empty if no group has
+        written anything.
     """
+    run = Run(run_dir)
+    lock = threading.Lock()  # several pages may ask at once
 
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-        self._run = Run(run_dir)
-        self._lock = threading.Lock()
+    def record() -> dict[str, Any]:
+        with lock:
+            run.read()
+            return finite(_record_of(run)) if run.groups else {}
 
-    def __call__(self) -> dict[str, Any]:
-        """Return what the folder adds to the page's data, see ``with_record``.
-
-        Returns:
-            ``run_name``, ``result`` (rows of a name and a value), ``failure`` (see ``Run``),
-            ``groups``, ``losses`` (means over a round), ``agreement``, ``evaluations`` and
-            ``events``; empty if no group has written anything.
-        """
-        with self._lock:  # several pages may ask at once
-            self._run.read()
-            return finite(_record_of(self._run)) if self._run.groups else {}
+    return record
 
 
 def _record_of(run: Run) -> dict[str, Any]:
@@ -284,7 +275,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     )
     record = {
         "run_name": run.run_dir.resolve().name,
-        "result": [[*row] for row in result_of(run)],
+        "result": result_of(run),
         "failure": run.failure,
         "groups": {group.name: _known_of(group) for group in run},
         "unregistered": {group.name: _shown_of(group) for group in run if group.status},
@@ -296,8 +287,7 @@ def _record_of(run: Run) -> dict[str, Any]:
     losses = {group.name: group.losses.points for group in run}
     if any(losses.values()):
         record["losses"] = losses
-    agreement = run.agreement(run)
-    if agreement is not None:
+    if (agreement := agreement_of(run.groups)) is not None:
         record["agreement"] = agreement
     return record
 
@@ -345,11 +335,7 @@ def write_page(run: Run) -> Path:
     shown = read_json(run.run_dir / PAGE_DATA) or {"version": __version__}  # it was killed, or away
     data = with_record({"replicas": [], "events": [], **shown}, record)
     data["outer_step"] = run.outer_steps
-    data["report"] = {"written": time.time(), "files": _files_of(run)}
+    names = (SUMMARY, CONFIG, *(f"replica_{id}/log.txt" for id in run.groups))
+    files = [name for name in names if (run.run_dir / name).exists()]
+    data["report"] = {"written": time.time(), "files": files}
     return write_report_html(run.run_dir, data)
-
-
-def _files_of(run: Run) -> list[str]:
-    logs = (f"replica_{id}/log.txt" for id in run.groups)
-    names = (SUMMARY, CONFIG, *logs)
-    return [name for name in names if (run.run_dir / name).exists()]

@@ -12,13 +12,14 @@ import sys
 import time
 import traceback
 import warnings
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 
 from composer_replication.config_file import ConfigError
 from composer_replication.options import DuplicateIdError
 from composer_replication.settings import SettingsMismatch
+from composer_replication.util.fence import fence
 from composer_replication.util.lazy import MissingExtraError
 
 FAILED = 1
@@ -28,30 +29,17 @@ BAD_INPUT = 2
 
 INTERRUPTED = 130
 
-RANK_0_WAIT_S = 10.0
-"""How long a rank with bad input waits until rank 0 has found it too, in seconds."""
-
 PACKAGE = "composer_replication"
-
-
-class CurrentStderr(logging.StreamHandler):
-    """Writes to what ``sys.stderr`` is now, since a live display replaces it for its duration.
-
-    A line that bypassed the display would appear in the middle of its table.
-    """
-
-    def __init__(self) -> None:
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return sys.stderr
 
 
 def quiet_others() -> None:
     """Log from INFO on in this package and from WARNING on elsewhere; show only our warnings."""
     is_first = os.environ.get("RANK", "0") == "0"
-    handler = CurrentStderr()
+    # It writes to what sys.stderr is now: a live display replaces that for its duration, and a line
+    # that bypassed the display would appear in the middle of its table.
+    handler = logging.lastResort
+    assert handler is not None, "only a program that wants no log lines at all removes it"
+    handler.setLevel(logging.NOTSET)
     line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -71,13 +59,17 @@ def report_error(error: Exception) -> int:
     if not is_usage and not is_known(error):
         traceback.print_exception(error)
         return FAILED
-    text = _usage(error) if is_usage else str(error)
-    Console(stderr=True).print(
-        f"Error: {text}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    print_error(f"Error: {_usage(error) if is_usage else error}")
+    if isinstance(error, DuplicateIdError):
+        return FAILED  # the name may be free the next time
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
-    is_bad_input &= not isinstance(error, DuplicateIdError)  # the name may be free the next time
     return BAD_INPUT if is_bad_input or is_usage else FAILED
+
+
+@fence("what has failed")
+def print_error(text: str) -> None:
+    """Print an error in red on stderr, with its own line breaks only."""
+    Console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _usage(error: Any) -> str:
@@ -100,9 +92,8 @@ def is_known(error: BaseException | None) -> bool:
     """Whether an error's message says everything, so that no traceback is needed."""
     if error is None or not str(error):
         return False
-    if isinstance(error, ConfigError | SettingsMismatch | FileNotFoundError | MissingExtraError):
-        return True
-    if isinstance(error, ConnectionError | TimeoutError):
+    of_the_input = ConfigError | SettingsMismatch | FileNotFoundError | MissingExtraError
+    if isinstance(error, of_the_input | ConnectionError | TimeoutError):
         return True
     if isinstance(error, ValueError | OSError):
         # An error that a library raised deep inside a training step says little without a
@@ -125,7 +116,7 @@ def raised_by_us(error: BaseException) -> bool:
     return packages[-1] == PACKAGE
 
 
-def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:
+def let_rank_0_end_first() -> None:
     """Wait after bad input, on every rank but the first of its node, to be ended by the launcher.
 
     Composer's launcher ends all ranks as soon as one has failed, and returns the status of the
@@ -134,7 +125,7 @@ def let_rank_0_end_first(wait_s: float = RANK_0_WAIT_S) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Composer's handler would only raise here
-        time.sleep(wait_s)
+        time.sleep(10.0)  # by then rank 0 has found it too
 
 
 class _LossyFile(io.FileIO):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, STDOUT
+from subprocess import DEVNULL, PIPE
 from typing import Any, BinaryIO
 
 import psutil
@@ -86,11 +87,12 @@ class ReplicaGroups:
             own goes.
 
     Attributes:
+        run_dir: The same.
         interrupts: The same.
     """
 
     def __init__(self, run_dir: Path, interrupts: Interrupts, *, keeps_logs: bool = True) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._keeps_logs = keeps_logs
         self.interrupts = interrupts
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
@@ -116,12 +118,9 @@ class ReplicaGroups:
         Raises:
             OSError: The command cannot be started.
         """
-        with ExitStack() as opened:
-            output: dict[str, Any] = {}
-            if self._keeps_logs:
-                log_file = opened.enter_context(_open_log(log_path(self._run_dir, replica_id)))
-                output = {"stdout": log_file, "stderr": STDOUT}
-            process = _start(command, env=environ, **output)
+        log_file = _open_log(log_path(self.run_dir, replica_id)) if self._keeps_logs else None
+        with log_file or nullcontext():
+            process = _start(command, env=environ, stdout=log_file, stderr=log_file)
         self._processes[replica_id] = process
         # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
         # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
@@ -131,7 +130,7 @@ class ReplicaGroups:
     def last_line(self, replica_id: ReplicaId) -> str:
         """Return the last informative line of a group's log; empty if there is none, or no log."""
         with suppress(OSError):
-            return "".join(last_lines(log_path(self._run_dir, replica_id), limit=1))
+            return "".join(last_lines(log_path(self.run_dir, replica_id), limit=1))
         return ""
 
     def exit_statuses(self) -> dict[ReplicaId, int | None]:
@@ -162,20 +161,21 @@ class ReplicaGroups:
         _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
         _send(members, psutil.Process.terminate)
         deadline = time.monotonic() + GRACE_S
-        count_before = min(self.interrupts.count, 1)  # the interrupt that led here
-        while self._any_alive(members) and time.monotonic() < deadline:
-            if self.interrupts.count > count_before:
-                break
-            time.sleep(0.05)
+        self._wait(members, deadline, min(self.interrupts.count, 1))  # one may have led here
         # Again: the processes may have started others meanwhile, which would be left behind.
         members |= self.members(*self._watchdogs)
         _send(members, psutil.Process.kill)
-        while self._any_alive(members) and time.monotonic() < deadline + 2:
-            time.sleep(0.02)
+        self._wait(members, deadline + 2)
 
-    def _any_alive(self, members: set[psutil.Process]) -> bool:
-        self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
-        return any(_is_alive(process) for process in members)
+    def _wait(
+        self, members: set[psutil.Process], deadline: float, interrupts: float = math.inf
+    ) -> None:
+        """Wait for the end of processes, until a time or another interrupt after so many."""
+        while time.monotonic() < deadline and self.interrupts.count <= interrupts:
+            self.exit_statuses()  # reaps our children, which would otherwise stay as zombies
+            if not any(map(_is_alive, members)):
+                return
+            time.sleep(0.02)
 
 
 def _open_log(path: Path) -> BinaryIO:

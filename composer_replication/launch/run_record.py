@@ -13,11 +13,11 @@ from textwrap import shorten
 from typing import Any
 
 from composer_replication.coordinator.page import PAGE_DATA
+from composer_replication.group.history import COSINES
 from composer_replication.group.run_folder import EVENTS, SUMMARY
 from composer_replication.group.words import format_bytes, listed_groups, plural
 from composer_replication.launch.group import Group
 from composer_replication.settings import DiLoCoSettings
-from composer_replication.util.curves import agreement_of
 from composer_replication.util.json_files import finite, read_json, replace_json
 
 LONGEST_ERROR = 200
@@ -102,15 +102,9 @@ class Run:
     @property
     def differing_buffers(self) -> list[str]:
         """Names of the buffers in which the groups' models differ, with ``sync_buffers: none``."""
-        digests_of: dict[str, set[str]] = {}
-        for result in self.results.values():
-            for name, digest in (result.get("own_buffers") or {}).items():
-                digests_of.setdefault(name, set()).add(digest)
-        return [name for name, digests in digests_of.items() if len(digests) > 1]
-
-    def agreement(self, groups: Iterable[Group]) -> dict[str, Any] | None:
-        """Compare the digests of some of the groups, see ``agreement_of``."""
-        return agreement_of({group.name: group for group in groups})
+        each = [result.get("own_buffers", {}) for result in self.results.values()]
+        names = each[0] if each else ()  # all groups have the same model
+        return [name for name in names if len({own.get(name) for own in each}) > 1]
 
 
 def open_run(run_dir: str | Path) -> Run:
@@ -154,7 +148,7 @@ def write_summary(run: Run, restarts: Mapping[str, int]) -> dict[str, Any]:
     """
     fields = ("inner_steps", "outer_steps", "global_digest", "final_loss")
     summary = {
-        "outer_steps": max((r["outer_steps"] for r in run.results.values()), default=0),
+        "outer_steps": run.outer_steps,
         "replicas": [
             {
                 "replica_id": id,
@@ -179,33 +173,26 @@ def result_of(run: Run) -> list[tuple[str, str]]:
 
     Terminal, page and report show the same. For a run that goes on it is the result so far.
     """
-    rows = []
-    evaluation = ", ".join(f"{name} {value:.4g}" for name, value in run.evaluation.items())
-    if evaluation:
-        rows.append(("evaluation", evaluation))
-    rows += _describe_traffic(run)
-    if run.digests:
-        rows.append(("global parameters", describe_digests(run)))
-    cosines = max((group.cosines for group in run), key=len)
-    if len(cosines) == cosines.maxlen:
-        momentum, between = map(mean, zip(*cosines, strict=True))
-        text = f"cosine with the momentum {momentum:.2f}, between groups {between:.2f}"
-        rows.append(("outer loop", text))
-    lost = [
+    evaluation = (f"{name} {value:.4g}" for name, value in run.evaluation.items())
+    lost = (
         f"group {group.name} {plural(group.steps_lost, 'inner step')}"
         for group in run
         if group.steps_lost
-    ]
-    if lost:
-        rows.append(("thrown away", ", ".join(lost)))
-    came_back = [
+    )
+    came_back = (
         f"group {group.name} ({plural(group.num_starts - 1, 'time')})"
         for group in run
         if group.num_starts > 1
-    ]
-    if came_back:
-        rows.append(("lost and came back", ", ".join(came_back)))
-    return rows
+    )
+    rows = (
+        ("evaluation", ", ".join(evaluation)),
+        ("sent by each group", _describe_traffic(run)),
+        ("global parameters", _describe_digests(run)),
+        ("outer loop", _describe_cosines(run)),
+        ("thrown away", ", ".join(lost)),
+        ("lost and came back", ", ".join(came_back)),
+    )
+    return [row for row in rows if row[1]]
 
 
 def describe(run: Run) -> list[tuple[str, str]]:
@@ -224,8 +211,10 @@ def describe(run: Run) -> list[tuple[str, str]]:
     if names := ", ".join(run.differing_buffers):
         rows.append(("buffers", f"DIFFERENT, by sync_buffers=none: the models differ in {names}"))
     if gap := run.samples_gap:
-        text = f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
-        text += f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
+        text = (
+            f"the record is complete up to outer step {gap['outer_step']} only: of later leases "
+            f"the coordinator has lost {plural(gap['samples'], 'sample')} that are in the model"
+        )
         rows.append(("samples", text))
     for group in run:
         for resume in group.resumes:
@@ -234,10 +223,9 @@ def describe(run: Run) -> list[tuple[str, str]]:
             damaged = plural(group.num_damaged, "line")
             rows.append(("damaged", f"{damaged} of replica_{group.name}/{EVENTS} left out"))
     rows += _describe_errors(run)
-    measured = [group for group in run if group.inner_share is not None]
-    if measured:
-        each = (f"group {group.name} {group.inner_share:.0%}" for group in measured)
-        rows.append(("time in inner steps", ", ".join(each)))
+    measured = (group for group in run if group.inner_share is not None)
+    if shares := [f"group {group.name} {group.inner_share:.0%}" for group in measured]:
+        rows.append(("time in inner steps", ", ".join(shares)))
     return rows
 
 
@@ -260,30 +248,39 @@ def _describe_resume(resume: Mapping[str, Any]) -> str:
     return f"{at}; repeated: {again}, {steps}"
 
 
-def describe_digests(run: Run) -> str:
+def _describe_digests(run: Run) -> str:
     """Say whether the global parameters of all groups are bitwise identical at the end."""
     digests = run.digests
-    if len(set(digests.values())) == 1:
-        groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
-        steps = plural(run.outer_steps, "outer step")
-        return f"{groups} after {steps}: {next(iter(digests.values()))[:8]}"
-    each = ", ".join(
-        f"group {id} {digest[:8]} ({plural(run.results[id]['outer_steps'], 'outer step')})"
-        for id, digest in digests.items()
-    )
-    return f"DIFFERENT: {each}"
+    if not digests:
+        return ""
+    first, *others = set(digests.values())
+    if others:
+        each = (
+            f"group {id} {digest[:8]} ({plural(run.results[id]['outer_steps'], 'outer step')})"
+            for id, digest in digests.items()
+        )
+        return f"DIFFERENT: {', '.join(each)}"
+    groups = "in 1 group" if len(digests) == 1 else f"equal in {len(digests)} groups"
+    return f"{groups} after {plural(run.outer_steps, 'outer step')}: {first[:8]}"
 
 
-def _describe_traffic(run: Run) -> list[tuple[str, str]]:
+def _describe_traffic(run: Run) -> str:
     group = max(run, key=lambda group: group.num_syncs)
     if not group.bytes_sent:
-        return []
-    text = (
+        return ""
+    return (
         f"{format_bytes(group.bytes_sent)} in {plural(group.num_syncs, 'sync')}; "
         f"data parallel: {format_bytes(group.data_parallel_bytes)} in {group.inner_steps} inner "
         f"steps ({group.data_parallel_bytes / group.bytes_sent:.0f} times as much)"
     )
-    return [("sent by each group", text)]
+
+
+def _describe_cosines(run: Run) -> str:
+    cosines = max((group.cosines for group in run), key=len)
+    if len(cosines) < COSINES:
+        return ""
+    momentum, between = map(mean, zip(*cosines, strict=True))
+    return f"cosine with the momentum {momentum:.2f}, between groups {between:.2f}"
 
 
 # ---- plain values for programs -----------------------------------------------------------------

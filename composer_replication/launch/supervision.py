@@ -64,29 +64,46 @@ class GroupRecord:
     """What has happened to a group.
 
     Attributes:
+        id: Its id.
+        group: What it has written.
         restarts: How often it was started again.
         in_a_row: Restarts since the last sync to which it contributed.
-        contributed_at: When the newest sync to which it contributed before its last start was over.
         started_at: When it was started last, in seconds since 1970.
-        due: When it is started again, by ``time.monotonic``; None while it runs or has ended for
-            good.
-        status: The exit status with which it ended for good; None before.
+        due: When it is started again, by ``time.monotonic``; 0 while it runs or has ended for good.
+        status: The exit status with which it ended for good; 0 before.
         end: The phase in which it ended for good; empty before.
         failed_starts: How often it had an error of its own before it joined.
         error: Why it has ended for good, in one line; empty where the end of its log says it.
         deaths: The exit statuses of all its early ends.
     """
 
+    id: Any
+    group: Group
     restarts: int = 0
     in_a_row: int = 0
-    contributed_at: float = 0.0
     started_at: float = field(default_factory=time.time)
-    due: float | None = None
-    status: int | None = None
+    due: float = 0.0
+    status: int = 0
     end: str = ""
     failed_starts: int = 0
     error: str = ""
     deaths: list[int] = field(default_factory=list)
+
+    def read(self) -> Group:
+        """Return the group, with what it has written until now."""
+        with suppress(OSError):  # the disk is broken
+            self.group.read()
+        return self.group
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the group is training now."""
+        return not self.end and not self.due and self.read().phase in TRAINING
+
+    @property
+    def is_rejoining(self) -> bool:
+        """Whether the group was started again and has not joined yet."""
+        return self.restarts > 0 and self.read().phase in (RESTARTING, "joining")
 
 
 @dataclass
@@ -105,7 +122,6 @@ class Supervisor:
 
     Args:
         groups: The processes.
-        run: What the groups have recorded.
         start: Starts a group, by its id.
         ids: The groups.
         max_restarts: Most restarts in a row; 0 for none.
@@ -115,21 +131,27 @@ class Supervisor:
         start_timeout_s: Seconds that the groups have to join, if they may lack the callback.
         say: Gets a line for each early end of a group with what follows from it, and once, after
             ``start_timeout_s``, a line about those that have not joined.
+
+    Attributes:
+        run: What the groups have recorded.
+        records: What has happened to each group, by its id.
     """
 
     groups: ReplicaGroups
-    run: Run
     start: Callable[[Any], None]
     ids: Collection[ReplicaId]
     max_restarts: int
     start_retries: int = 0
-    first_pause_s: float = field(default_factory=lambda: FIRST_PAUSE_S)
+    first_pause_s: float = FIRST_PAUSE_S
     start_timeout_s: float = math.inf
     say: Callable[[str], object] = print
-    records: dict[Any, GroupRecord] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.records = {replica_id: GroupRecord() for replica_id in self.ids}
+        self.run = Run(self.groups.run_dir, self.ids)
+        groups = self.run.groups
+        self.records: dict[Any, GroupRecord] = {
+            id: GroupRecord(id, groups[str(id)]) for id in self.ids
+        }
         self._join_by = time.monotonic() + self.start_timeout_s
 
     def watch(self, on_poll: Callable[[Supervisor], object] | None = None) -> dict[Any, int]:
@@ -141,18 +163,14 @@ class Supervisor:
         Returns:
             The exit statuses of the groups that failed for good; empty if none did.
         """
+        records = self.records.values()
         while True:
             self._poll()
-            failed = {
-                replica_id: record.status or 0
-                for replica_id, record in self.records.items()
-                if record.end == FAILED
-            }
-            have_ended = all(record.end for record in self.records.values())
-            if failed or have_ended or self.groups.interrupts.count:
-                for replica_id, record in self.records.items():
-                    if record.due is not None:
-                        self._enter(replica_id, STOPPED)
+            failed = {each.id: each.status for each in records if each.end == FAILED}
+            if failed or all(each.end for each in records) or self.groups.interrupts.count:
+                for record in records:
+                    if record.due:
+                        self._enter(record, STOPPED)
                 return failed
             self._say_who_is_late()
             if on_poll is not None:
@@ -161,7 +179,7 @@ class Supervisor:
 
     def begin(self, replica_id: ReplicaId) -> None:
         """Forget what an earlier process of a group has reported."""
-        self._enter(replica_id, "starting")
+        self._enter(self.records[replica_id], "starting")
 
     @fence("which groups have not joined")
     def _say_who_is_late(self) -> None:
@@ -169,10 +187,10 @@ class Supervisor:
             return
         self._join_by = math.inf
         missing = [
-            str(replica_id)
-            for replica_id, record in self.records.items()
+            str(record.id)
+            for record in self.records.values()
             if not record.deaths  # after a death its own errors say more
-            and not self._group(replica_id).has_joined
+            and not record.read().has_joined
         ]
         if missing:
             after = f"after {plural(round(self.start_timeout_s), 'second')}"
@@ -184,89 +202,92 @@ class Supervisor:
         """How often each group was started again, by its id."""
         return {str(replica_id): record.restarts for replica_id, record in self.records.items()}
 
-    def is_training(self, replica_id: ReplicaId) -> bool:
-        """Whether a group is training now."""
-        record = self.records[replica_id]
-        is_running = not record.end and record.due is None
-        return is_running and self._group(replica_id).phase in TRAINING
-
     def _poll(self) -> None:
         for replica_id, status in self.groups.exit_statuses().items():
             record = self.records[replica_id]
             if record.end:
                 continue
-            if record.due is not None:
-                self._start_again_if_due(replica_id, record)
-            elif status == 0 or (status == 1 and self._has_learned_nothing(replica_id)):
-                self._end(replica_id, 0, FINISHED)
+            if record.due:
+                self._start_again_if_due(record)
+            elif status == 0 or (status == 1 and self._has_learned_nothing(record)):
+                self._end(record, 0, FINISHED)
             elif status is not None:
-                self._handle_death(replica_id, record, status)
-            elif self._is_rejoining(replica_id) and self._has_nobody_to_join(replica_id):
-                self._end(replica_id, 1, NOT_BACK)
+                self._handle_death(record, status)
+            elif record.is_rejoining and self._has_nobody_to_join(record):
+                self._end(record, 1, NOT_BACK)
 
-    def _handle_death(self, replica_id: ReplicaId, record: GroupRecord, status: int) -> None:
+    def _handle_death(self, record: GroupRecord, status: int) -> None:
         record.deaths.append(status)
-        end = f"group {replica_id} {describe_end(status)}"
-        group = self._group(replica_id)
-        was_rejected = group.phase == REJECTED
-        if was_rejected:
-            status = BAD_INPUT  # a user's script may end with any status
-        self.groups.end(replica_id)  # kills ranks and loader workers that outlived their parent
-        if group.contributed_at > record.contributed_at:
+        self.groups.end(record.id)  # kills ranks and loader workers that outlived their parent
+        if record.read().contributed_at > record.started_at:
             record.in_a_row = 0
-        if self._has_nobody_to_join(replica_id):
-            self._end(replica_id, 1, NOT_BACK)
-            self.say(f"{end}; it is too late to join the others again")
+        end = f"group {record.id} {describe_end(status)}"
+        phase, status, then = self._judge(record, status)
+        if phase:
+            self._end(record, status, phase)
+            self.say(end + then)
             return
+        pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
+        record.due = time.monotonic() + pause_s
+        self._enter(record, RESTARTING, restart_at=time.time() + pause_s)
+        restart = f"restart {record.in_a_row + 1} of {self.max_restarts}"
+        self.say(f"{end}, starts again in {pause_s:.0f} s ({restart})")
+
+    def _judge(self, record: GroupRecord, status: int) -> tuple[str, int, str]:
+        """Decide about a group that has died.
+
+        Returns:
+            The phase in which it has ended for good, empty if it is started again; its exit
+            status then; and what follows, for people.
+        """
+        group = record.group
+        if self._has_nobody_to_join(record):
+            return NOT_BACK, 1, "; it is too late to join the others again"
         errors = [each for each in group.errors if each.time >= record.started_at]
         error = errors[-1] if errors else Error(0.0, "", "")
         # It has left since its pseudo-gradients were not sound. If nobody's are, a restart is vain.
         if error.kind == NOT_SOUND and (failure := self._failure):
             record.error = failure
-            self._end(replica_id, 1, FAILED)
-            self.say(f"{end}, and is not started again")
-            return
-        # What was accepted once may be rejected for a reason that passes, such as a host name that
-        # does not resolve while the machine starts. A script that loads no checkpoint stays one.
-        was_accepted = was_rejected and bool(group.newest or group.starts)
-        may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
-        has_failed = status == BAD_INPUT or self._has_failed_to_start(replica_id, status)
+            return FAILED, 1, ", and is not started again"
+        may_pass = False
+        if group.phase == REJECTED:
+            status = BAD_INPUT  # a user's script may end with any status
+            # What was accepted once may be rejected for a reason that passes, such as a host name
+            # that does not resolve while the machine starts. A script that loads no checkpoint
+            # stays one.
+            was_accepted = bool(group.newest or group.starts)
+            may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
+        has_failed = status == BAD_INPUT or self._has_failed_to_start(record, status)
         is_hopeless = has_failed and not may_pass
+        if not is_hopeless and record.in_a_row < self.max_restarts:
+            return "", status, ""
         if is_hopeless and group.phase not in JOINED:
-            said = error.text or self.groups.last_line(replica_id)
+            said = error.text or self.groups.last_line(record.id)
             record.error = said.removeprefix("Error: ")
             if self._none_can_start:
                 status = BAD_INPUT  # the program would end so at each start
-        if is_hopeless or record.in_a_row >= self.max_restarts:
-            others_train = record.restarts > 0 and any(map(self.is_training, self.records))
-            self._end(replica_id, status, LEFT_OUT if others_train else FAILED)
-            then = "; the others go on without it" if others_train else ", and is not started again"
-            trained = ": it had trained to the end before" if group.result else ""
-            self.say(end + then + trained)
-            return
-        pause_s = min(LONGEST_PAUSE_S, self.first_pause_s * 2**record.in_a_row)
-        record.due = time.monotonic() + pause_s
-        self._enter(replica_id, RESTARTING, restart_at=time.time() + pause_s)
-        restart = f"restart {record.in_a_row + 1} of {self.max_restarts}"
-        self.say(f"{end}, starts again in {pause_s:.0f} s ({restart})")
+        trained = ": it had trained to the end before" if group.result else ""
+        others = [each for each in self.records.values() if each is not record]
+        if record.restarts and any(each.is_training for each in others):
+            return LEFT_OUT, status, f"; the others go on without it{trained}"
+        return FAILED, status, f", and is not started again{trained}"
 
-    def _has_failed_to_start(self, replica_id: ReplicaId, status: int) -> bool:
+    def _has_failed_to_start(self, own: GroupRecord, status: int) -> bool:
         """Whether a group ended with an error of its own before it joined, in its first process.
 
         A signal is no such error. Nor is the end of a group after another one has died: while a
         group waits for the start, its error may be that the other is missing.
         """
-        own = self.records[replica_id]
         is_signal = status < 0 or status >= 128  # Composer's launcher exits with -9 as 247
         has_died = any(
             len(record.deaths) - (record is own) > record.failed_starts
             for record in self.records.values()
         )
-        if is_signal or has_died or self._group(replica_id).phase in JOINED:
+        if is_signal or has_died or own.group.phase in JOINED:
             return False
         own.failed_starts += 1
         retries = self.start_retries
-        if self._group(replica_id).result:  # before this process: there may be nothing left to do
+        if own.group.result:  # before this process: there may be nothing left to do
             retries = min(retries, START_RETRIES)
         return own.failed_starts > retries or self._none_can_start
 
@@ -276,70 +297,49 @@ class Supervisor:
         has_failed = [record.failed_starts > 0 for record in self.records.values()]
         return len(has_failed) > 1 and all(has_failed)
 
-    def _start_again_if_due(self, replica_id: ReplicaId, record: GroupRecord) -> None:
-        if time.monotonic() < (record.due or 0.0):
+    def _start_again_if_due(self, record: GroupRecord) -> None:
+        if time.monotonic() < record.due:
             return
-        record.due = None
+        record.due = 0.0
         record.restarts += 1
         record.in_a_row += 1
-        record.contributed_at = self._group(replica_id).contributed_at
         record.started_at = time.time()
-        self.start(replica_id)
+        self.start(record.id)
 
     @property
     def _failure(self) -> str:
         """Why nobody learns anything any more, see ``Run.failure``; empty as long as they do."""
-        for replica_id in self.ids:
-            self._group(replica_id)
+        for record in self.records.values():
+            record.read()
         return self.run.failure
 
-    def _has_learned_nothing(self, replica_id: ReplicaId) -> bool:
+    def _has_learned_nothing(self, record: GroupRecord) -> bool:
         """Whether a group has trained to the end, and was no success although nothing failed.
 
         `train` then ends with status 1. It is no death: the run is judged when all have ended.
         """
-        group = self._group(replica_id)
+        group = record.read()
         return bool(group.result and group.failure)
 
-    def _has_nobody_to_join(self, replica_id: ReplicaId) -> bool:
+    def _has_nobody_to_join(self, record: GroupRecord) -> bool:
         """Whether some groups have finished, and none is training that this group could join."""
-        others = self.records.keys() - {replica_id}
-        if not any(self.records[other].end == FINISHED for other in others):
-            return False
-        return all(
-            self.records[other].end
-            or self.records[other].due is not None
-            or self._is_rejoining(other)
-            for other in others
-        )
+        others = [each for each in self.records.values() if each is not record]
+        has_finished = any(each.end == FINISHED for each in others)
+        return has_finished and all(each.end or each.due or each.is_rejoining for each in others)
 
-    def _is_rejoining(self, replica_id: ReplicaId) -> bool:
-        """Whether a group was started again and has not joined yet."""
-        if not self.records[replica_id].restarts:
-            return False
-        return self._group(replica_id).phase in (RESTARTING, "joining")
-
-    def _end(self, replica_id: ReplicaId, status: int, phase: str) -> None:
+    def _end(self, record: GroupRecord, status: int, phase: str) -> None:
         """Note that a group has ended for good."""
-        self.groups.end(replica_id)
-        record = self.records[replica_id]
+        self.groups.end(record.id)
         record.end = phase
-        record.due = None
+        record.due = 0.0
         record.status = status
-        self._enter(replica_id, phase)
+        self._enter(record, phase)
 
-    def _group(self, replica_id: ReplicaId) -> Group:
-        """Return a group, with what it has written until now."""
-        group = self.run.groups[str(replica_id)]
-        with suppress(OSError):  # the disk is broken
-            group.read()
-        return group
-
-    def _enter(self, replica_id: ReplicaId, phase: str, **more: float) -> None:
+    def _enter(self, record: GroupRecord, phase: str, **more: float) -> None:
         try:
-            self._group(replica_id).enter(phase, **more)
+            record.read().enter(phase, **more)
         except OSError as error:  # a full disk must not end the groups that train
-            log.warning("Cannot write that group %s is %s: %s", replica_id, phase, error)
+            log.warning("Cannot write that group %s is %s: %s", record.id, phase, error)
 
 
 def describe_end(status: int) -> str:

@@ -12,8 +12,6 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from composer_replication.arguments import check_choice
-
 FaultKind = Literal[
     "kill",
     "kill_before_vote",
@@ -62,7 +60,9 @@ class Fault:
     step: int
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, get_args(FaultKind))
+        kinds = get_args(FaultKind)
+        if self.kind not in kinds:
+            raise ValueError(f"kind={self.kind!r}: use {' or '.join(kinds)}")
 
 
 class Stopped(Exception):

@@ -13,7 +13,7 @@ from rich.table import Table
 from composer_replication.config_file import ConfigError, with_values
 from composer_replication.group.run_folder import make_run_folder
 from composer_replication.launch.job import Job
-from composer_replication.launch.launcher import launch_groups
+from composer_replication.launch.launcher import LaunchOptions, launch_groups
 from composer_replication.launch.run_record import open_run
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 
@@ -51,7 +51,7 @@ def run_chaos(
         seed: Seed of the kinds, victims and times of the faults.
         kinds: Kinds of faults to inject. None: all of ``KINDS``.
         slow: Groups that are slow all the time: such as ``2:0.5``, group 2 at half speed.
-        straggler_timeout_s: As in ``launch_groups``.
+        straggler_timeout_s: As in ``LaunchOptions``.
         recovery_s: Seconds between the end of the last fault and the end of the run.
 
     Returns:
@@ -80,10 +80,12 @@ def run_chaos(
     )
     status = launch_groups(
         replace(job, config=config, environ={**job.environ, **unreliable(os.environ)}),
-        replicas=replicas,
-        max_restarts=MAX_RESTARTS,
-        straggler_timeout_s=straggler_timeout_s,
-        hang_timeout_s=HANG_ENDS_S,
+        LaunchOptions(
+            replicas=replicas,
+            max_restarts=MAX_RESTARTS,
+            straggler_timeout_s=straggler_timeout_s,
+            hang_timeout_s=HANG_ENDS_S,
+        ),
         on_poll=injector,
         make_coordinator=injector.make_coordinator,
     )

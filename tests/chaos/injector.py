@@ -172,8 +172,8 @@ class RandomFaultInjector:
         """The groups that train and have recovered from every fault."""
         return {
             replica_id
-            for replica_id in supervisor.records
-            if supervisor.is_training(replica_id) and not self._history.open_faults(replica_id)
+            for replica_id, record in supervisor.records.items()
+            if record.is_training and not self._history.open_faults(replica_id)
         }
 
     def _is_allowed(self, supervisor: Supervisor, fault: InjectedFault) -> bool:

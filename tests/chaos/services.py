@@ -130,12 +130,12 @@ def serve(role: str, arguments: dict[str, Any]) -> None:
         address = f"http://{LOCAL}:{lighthouse.address().rpartition(':')[2]}"
     else:
         from composer_replication.coordinator.server import Coordinator
-        from composer_replication.launch.outcome import RunRecord
+        from composer_replication.launch.outcome import recorder
 
         arguments["settings"] = DiLoCoSettings(**arguments["settings"])
         arguments["state_dir"] = Path(arguments["state_dir"])
         if arguments.get("record") is not None:
-            arguments["record"] = RunRecord(Path(arguments["record"]))
+            arguments["record"] = recorder(Path(arguments["record"]))
         coordinator = Coordinator(**arguments)
         address = coordinator.address
     print(address, flush=True)

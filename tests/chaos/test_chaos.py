@@ -24,7 +24,6 @@ from composer_replication.config_file import ConfigError
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import TRAIN, Job, job_of
 from composer_replication.launch.run_record import Run
-from composer_replication.launch.supervision import GroupRecord
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,15 +55,11 @@ class Stand:
 
     def __init__(self, run_dir, replicas=3):
         self.run, self.replicas = Run(run_dir), replicas
-        self.records = {i: GroupRecord() for i in range(replicas)}
+        self.records = {i: SimpleNamespace(deaths=[], is_training=True) for i in range(replicas)}
         self.groups = self
         self.sent = []
-        self.away = set()
         for replica_id in self.records:
             (run_dir / f"replica_{replica_id}").mkdir()
-
-    def is_training(self, replica_id):
-        return replica_id not in self.away
 
     def members(self, replica_id):
         return [SimpleNamespace(send_signal=lambda number: self.sent.append((replica_id, number)))]
@@ -107,10 +102,10 @@ def test_it_strikes_as_often_as_asked_and_ends_the_run(tmp_path):
 def test_it_never_strikes_the_last_group_that_trains(tmp_path):
     _, stand, history, let_pass = injector_of(tmp_path, ["kill"], recovers=False)
     let_pass(1)
-    stand.away = {0, 1}
+    stand.records[0].is_training = stand.records[1].is_training = False
     let_pass(100)
     assert history.faults == []
-    stand.away = {0}
+    stand.records[1].is_training = True
     let_pass(100)
     assert len(history.faults) == 1  # then one of two has been struck, and not come back
 

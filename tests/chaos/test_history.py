@@ -14,15 +14,13 @@ import pytest
 from chaos.history import History, InjectedFault, samples_trained_twice
 from run_events import write_events
 
-from composer_replication.launch.supervision import GroupRecord
-
 
 class Run:
     """Two or more groups, whose commits and deaths are given by hand."""
 
     def __init__(self, folder, replicas=2):
         self.folder = folder
-        self.records = {i: GroupRecord() for i in range(replicas)}
+        self.records = {i: SimpleNamespace(deaths=[]) for i in range(replicas)}
         self.history = History(folder, replicas, {"seed": 7})
         self.history.began, self.clock = 0.0, 0.0
         self.history.now = lambda: self.clock

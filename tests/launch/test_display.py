@@ -18,7 +18,6 @@ from rich.text import Text
 from composer_replication.launch import display as display_module
 from composer_replication.launch.display import Display, LiveRun, live_table
 from composer_replication.launch.outcome import print_rows
-from composer_replication.launch.output import CurrentStderr
 from composer_replication.util import fence
 
 
@@ -67,6 +66,17 @@ def test_in_a_file_there_is_one_line_an_outer_step_and_one_in_thirty_seconds(
     assert [int(re.match(r"outer step (\d+)", text)[1]) for text in texts_of(console)] == steps
 
 
+@pytest.mark.parametrize(("since", "lines"), [({}, 1), ({"phase": "finished"}, 2)])
+def test_the_last_line_is_written_once(tmp_path, since, lines):
+    console = file_console()
+    run = recorded(tmp_path, 2)
+    with Display(console, run) as display:
+        display.refresh()
+        for replica_id in range(2):
+            write_group(tmp_path, replica_id, **since)
+    assert len(texts_of(console)) == lines
+
+
 def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monkeypatch):
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
     stderr = io.StringIO()
@@ -74,8 +84,7 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
     monkeypatch.setattr(sys, "stderr", stderr)
     warner = logging.getLogger("composer_replication.test_display")
     warner.propagate = False
-    handler = CurrentStderr()
-    warner.addHandler(handler)
+    warner.addHandler(logging.lastResort)
     try:
         with Display(console, LiveRun(tmp_path, range(2))) as display:
             display.refresh(is_last=True)
@@ -86,7 +95,7 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
         warner.warning("Later")
         assert stderr.getvalue() == "Later\n"
     finally:
-        warner.removeHandler(handler)
+        warner.removeHandler(logging.lastResort)
 
 
 def test_warnings_that_go_to_a_file_stay_there(tmp_path, monkeypatch):

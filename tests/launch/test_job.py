@@ -22,7 +22,7 @@ from composer_replication.launch.job import (
     group_environment,
     job_of,
 )
-from composer_replication.launch.launcher import launch_groups
+from composer_replication.launch.launcher import LaunchOptions, launch_groups
 from composer_replication.launch.supervision import MISSING_CALLBACK
 from composer_replication.util.lazy import MissingExtraError
 
@@ -107,7 +107,7 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys):
     command = [sys.executable, "-c", trains]
     own = {"settings": tmp_path / "a.yaml", "set": ["sync_every=3"], "run_dir": tmp_path / "run"}
     job = job_of(JobOptions(command=command, **own))
-    assert launch_groups(job, replicas=2) == 2
+    assert launch_groups(job, LaunchOptions()) == 2
     said = capsys.readouterr()
     assert "Replica group 0, 1 has not joined after 0 seconds" in said.out
     assert "callbacks=[DiLoCoCallback()]" in said.out

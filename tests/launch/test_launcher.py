@@ -18,7 +18,7 @@ import pytest
 from waiting import wait_until
 
 from composer_replication.launch.job import Job
-from composer_replication.launch.launcher import launch_groups
+from composer_replication.launch.launcher import LaunchOptions, launch_groups
 
 HEAD = """
 import json, os, pathlib, signal, subprocess, sys, time
@@ -109,7 +109,7 @@ def launch_script(folder, body, *arguments, replicas=2):
         name="tiny.yaml",
         command=[sys.executable, str(script), *arguments],
     )
-    return launch_groups(job, replicas=replicas)
+    return launch_groups(job, LaunchOptions(replicas=replicas))
 
 
 LAUNCHER = """
@@ -119,7 +119,7 @@ from composer_replication.launch.job import Job
 script, run_dir = sys.argv[1:]
 config, command = {"run_dir": run_dir}, [sys.executable, script]
 job = Job(config=config, source="tiny", name="tiny", command=command)
-sys.exit(launcher.launch_groups(job, replicas=2))
+sys.exit(launcher.launch_groups(job, launcher.LaunchOptions()))
 """
 
 

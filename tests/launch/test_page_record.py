@@ -12,7 +12,7 @@ from launch.recorded_run import BACK_AT, KILLED_AFTER, SYNCS, sync_time
 from run_events import write_events
 
 from composer_replication.coordinator.page import page_html, with_record, write_report_html
-from composer_replication.launch.outcome import RunRecord, write_page
+from composer_replication.launch.outcome import recorder, write_page
 from composer_replication.launch.run_record import describe, open_run, read_run
 from composer_replication.settings import DiLoCoSettings
 
@@ -31,7 +31,7 @@ def data_of(html):
 
 
 def test_the_record_has_what_the_groups_have_written(run_dir):
-    record = RunRecord(run_dir)()
+    record = recorder(run_dir)()
     assert record["run_name"] == "run"
     assert record["losses"].keys() == {"0", "1", "2"}
     assert len(record["losses"]["0"]) == SYNCS and len(record["losses"]["1"]) < SYNCS
@@ -49,7 +49,7 @@ def test_the_record_has_what_the_groups_have_written(run_dir):
 
 
 def test_losses_faults_and_joins_are_events(run_dir):
-    events = RunRecord(run_dir)()["events"]
+    events = recorder(run_dir)()["events"]
     died = sync_time(KILLED_AFTER) + 0.5
     assert [(e["time"], e["text"]) for e in events if e["time"] > recorded_run.BEGAN + 20] == [
         (died, "replica group 1 ended with an error: OSError: the link is down"),
@@ -61,9 +61,9 @@ def test_losses_faults_and_joins_are_events(run_dir):
 
 
 def test_an_error_stands_beside_its_group_until_that_starts_again(run_dir):
-    assert "error" not in RunRecord(run_dir)()["groups"]["1"]
+    assert "error" not in recorder(run_dir)()["groups"]["1"]
     write_events(run_dir / "replica_1", "error", {"time": sync_time(41), "error": "KeyError: 3"})
-    assert RunRecord(run_dir)()["groups"]["1"]["error"] == "KeyError: 3"
+    assert recorder(run_dir)()["groups"]["1"]["error"] == "KeyError: 3"
 
 
 def test_parameters_that_differ_are_shown(run_dir):
@@ -71,20 +71,20 @@ def test_parameters_that_differ_are_shown(run_dir):
     path = run_dir / "replica_2" / "events.jsonl"
     path.write_text(path.read_text().replace("1e" * 32, "ff" * 32))
     assert other["diloco/global_digest"] in path.read_text()
-    agreement = RunRecord(run_dir)()["agreement"]
+    agreement = recorder(run_dir)()["agreement"]
     assert (agreement["outer_step"], agreement["differing"]) == (40, [30])
 
 
 def test_a_run_without_groups_has_no_record_and_one_without_a_sync_no_losses(tmp_path):
-    assert RunRecord(tmp_path)() == {}
+    assert recorder(tmp_path)() == {}
     (tmp_path / "replica_0").mkdir()
-    record = RunRecord(tmp_path)()
+    record = recorder(tmp_path)()
     assert "losses" not in record and "agreement" not in record
     assert record["groups"] == {"0": {}}  # and so heartbeats have the word
 
 
 def test_what_the_groups_write_while_the_page_is_open_is_added(run_dir):
-    record = RunRecord(run_dir)
+    record = recorder(run_dir)
     assert len(record()["losses"]["0"]) == SYNCS
     write_events(run_dir / "replica_0", "sync", recorded_run.sync(0, SYNCS + 1))
     write_events(run_dir / "replica_7", "error", {"time": sync_time(SYNCS + 1), "error": "no"})
@@ -144,7 +144,7 @@ def test_a_line_that_no_group_writes_is_left_out_and_the_others_are_shown(run_di
     is_start = line["event"] == "start"  # after which there is no result yet
     assert run.groups["0"].num_damaged == (0 if is_start else 1)
     assert run.results.keys() == before.results.keys() - ({"0"} if is_start else set())
-    assert RunRecord(run_dir)()["losses"].keys() == {"0", "1", "2"}
+    assert recorder(run_dir)()["losses"].keys() == {"0", "1", "2"}
     write_page(run)
     assert describe(run) and read_run(run_dir).groups
 
@@ -153,7 +153,7 @@ def test_what_a_loop_of_one_s_own_has_trained_with_is_what_the_page_shows(run_di
     start = {"settings": asdict(DiLoCoSettings(sync_every=30, schedule=[]))}
     write_events(run_dir / "replica_0", "start", start)
     shown = {"settings": {}, "defaults": {"sync_every": "100"}, "settings_source": "the defaults"}
-    page = with_record({"replicas": [], "events": [], **shown}, RunRecord(run_dir)())
+    page = with_record({"replicas": [], "events": [], **shown}, recorder(run_dir)())
     assert page["settings"] == {"sync_every": "30", "schedule": "[]"}
     assert "sync_every" not in page["defaults"]
     assert page["settings_source"] == "as the groups name them"

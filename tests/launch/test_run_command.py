@@ -83,8 +83,8 @@ def test_a_group_that_dies_is_started_again_and_its_output_is_ours(
     out = capfd.readouterr().out
     assert out.splitlines() == [f"life {n} {tmp_path}/run/site-a" for n in (1, 2, 3)]
     said = caplog.text
-    assert re.search(r"Replica group site-a ended with exit status 1, starts .*1 of 3\)", said)
-    assert re.search(r"Replica group site-a was ended by SIGKILL, starts .*2 of 3\)", said)
+    assert re.search(r"group site-a ended with exit status 1, starts .*1 of 3\)", said)
+    assert re.search(r"group site-a was ended by SIGKILL, starts .*2 of 3\)", said)
     given = json.loads((tmp_path / "run" / "replica_site-a" / "environ.json").read_text())
     assert given["COMPOSER_REPLICATION_HANG_TIMEOUT_S"] == "15"
     assert given["RANK"] == "0"  # an engine's: the command may be one node of several

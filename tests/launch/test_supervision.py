@@ -116,11 +116,22 @@ def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp
     assert supervisor.said[-1] == "group 1 was ended by signal 40, and is not started again"
 
 
+def test_a_group_alone_that_dies_in_training_again_and_again_has_failed(tmp_path):
+    write(tmp_path, 0)
+
+    def train(groups, looks):
+        write(tmp_path, 0)
+
+    failed, supervisor, _ = supervise(tmp_path, {0: [-9] * 4}, on_look=train)
+    assert failed == {0: -9}
+    assert supervisor.said[-1] == "group 0 was ended by SIGKILL, and is not started again"
+
+
 def test_a_sync_in_between_starts_the_count_anew(tmp_path):
     write(tmp_path, 0), write(tmp_path, 1)
 
     def commit(groups, looks):
-        write(tmp_path, 1, syncs=1 + len(groups.started))
+        write_events(tmp_path / "replica_1", "sync", {"time": time.time()})
         if len(groups.started) == 6:
             groups.lives[0][0] = groups.lives[1][0] = 0
 

@@ -18,7 +18,7 @@ from run_events import result_of
 from torch.utils.data import DistributedSampler
 
 from composer_replication.launch.job import TRAIN, Job
-from composer_replication.launch.launcher import launch_groups
+from composer_replication.launch.launcher import LaunchOptions, launch_groups
 from composer_replication.training import load_config, simulate_replicas
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def train(request, tmp_path, monkeypatch):
         )
         if request.param == "launch":
             job = Job(config=config, source=name, name=name, command=TRAIN)
-            assert launch_groups(job, replicas=GROUPS) == 0
+            assert launch_groups(job, LaunchOptions(replicas=GROUPS)) == 0
             results = [result_of(folder / f"replica_{i}") for i in range(GROUPS)]
         else:
             results = simulate_replicas(config, GROUPS)
