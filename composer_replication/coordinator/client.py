@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
+import tenacity
 
 from composer_replication.coordinator.wire_types import (
     SIGN,
@@ -98,21 +99,23 @@ class CoordinatorClient:
 
         Every wait for the coordinator is in this method.
         """
-        began = time.monotonic()
-        attempts = self.ATTEMPTS if self._retry_s else 1
-        number = 0
-        while True:
-            number += 1
-            try:
-                return call()
-            except on as error:
-                waited = time.monotonic() - began
-                if number >= attempts and waited >= self._retry_s:
-                    raise
-                if number in self.LOG_AT or number % 100 == 0:
-                    log.warning("Waiting for the coordinator since %.0f s: %s", waited, error)
-                if self._closed.wait(min(0.1 * number, 1.0)):
-                    raise
+        enough = tenacity.stop_after_attempt(self.ATTEMPTS if self._retry_s else 1)
+        is_late = tenacity.stop_after_delay(self._retry_s) & enough
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(on),
+            stop=is_late | tenacity.stop_when_event_set(self._closed),
+            wait=tenacity.wait_exponential(0.1, max=1.0),
+            sleep=tenacity.sleep_using_event(self._closed),
+            before_sleep=self._log_wait,
+            reraise=True,
+        )
+        return retrying(call)
+
+    def _log_wait(self, attempt: tenacity.RetryCallState) -> None:
+        number, outcome = attempt.attempt_number, attempt.outcome
+        if outcome is not None and (number in self.LOG_AT or number % 100 == 0):
+            seconds, error = attempt.seconds_since_start, outcome.exception()
+            log.warning("Waiting for the coordinator since %.0f s: %s", seconds, error)
 
     def once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Send a request once.

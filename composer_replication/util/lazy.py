@@ -9,6 +9,7 @@ from typing import Any
 EXTRA_OF = {
     "composer": "composer",
     "httpx": "composer",
+    "tenacity": "composer",
     "fastapi": "coordinator",
     "pydantic": "coordinator",
     "starlette": "coordinator",
