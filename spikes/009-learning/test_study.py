@@ -175,6 +175,8 @@ def test_a_small_training_of_each_kind(load, monkeypatch, settings):
     jobs.data_of.cache_clear()
     # What two_bits.register changes is as before after the test.
     monkeypatch.setattr(settings_module, "WIRE_FORMATS", settings_module.WIRE_FORMATS)
+    field = settings_module.DiLoCoSettings.__dataclass_fields__["wire_format"]
+    monkeypatch.setattr(field, "type", field.type)
     monkeypatch.setattr(wire_sizes, "SIZES", dict(wire_sizes.SIZES))
     monkeypatch.setattr(quantized_mean, "make_wire_format", quantized_mean.make_wire_format)
     cell = cells.Cell(**{"groups": 2, "batch": 4, "sync_every": 1, "steps": 8, **settings})

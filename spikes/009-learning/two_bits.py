@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -57,5 +57,7 @@ def register() -> None:
         return
     make = wire_formats.make_wire_format
     settings.WIRE_FORMATS = cast(Any, (*settings.WIRE_FORMATS, NAME))
+    field = settings.DiLoCoSettings.__dataclass_fields__["wire_format"]
+    field.type = cast(Any, Literal[settings.WIRE_FORMATS])
     wire_sizes.SIZES[NAME] = wire_sizes.WireSize(2, block=BLOCK, scale=2 * LEVELS)
     quantized_mean.make_wire_format = lambda name: TwoBits() if name == NAME else make(name)

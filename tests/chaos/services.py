@@ -77,7 +77,7 @@ class KillableCoordinator:
     def __init__(self, settings: DiLoCoSettings, source: str, **arguments: Any) -> None:
         ports = _free_ports()
         if arguments.get("record") is not None:  # it travels as JSON, like the others
-            arguments["record"] = str(arguments["record"].run_dir)
+            arguments["record"] = str(arguments["state_dir"])
         arguments |= {"settings": asdict(settings), "source": source}
         # The coordinator starts a lighthouse of its own on the next port. Nobody uses that one.
         self.services = {
