@@ -167,7 +167,8 @@ def read_options(path: Path, names: Iterable[str]) -> dict[str, Any]:
 
 
 def load_settings(
-    path: Path | None, given: Sequence[str] = ()
+    path: Path | None,
+    given: Sequence[str] = (),
 ) -> tuple[dict[str, Any], str, list[str]]:
     """Read what a coordinator needs of a job's file, and no more.
 

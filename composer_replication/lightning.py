@@ -212,7 +212,11 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
 
     @shows(GroupKeywords)
     def __init__(
-        self, *, manager: Any = None, counted_optimizer: int = 0, **named: Unpack[GroupKeywords]
+        self,
+        *,
+        manager: Any = None,
+        counted_optimizer: int = 0,
+        **named: Unpack[GroupKeywords],
     ) -> None:
         """Check the arguments.
 

@@ -519,7 +519,9 @@ def compare_fingerprints(mine: Mapping[str, Any], theirs: Mapping[str, Any], who
 
 
 def compare_groups(
-    settings: Mapping[str, Mapping[str, Any]], own_name: str, run_name: str
+    settings: Mapping[str, Mapping[str, Any]],
+    own_name: str,
+    run_name: str,
 ) -> dict[str, str]:
     """Compare the settings of the groups in a quorum with the run's.
 

@@ -168,7 +168,11 @@ class WeightAverages(Averages):
         return matches
 
     def _apply(
-        self, ema: EMA, apply: Callable[..., Any], event: Event, *rest: State | Logger
+        self,
+        ema: EMA,
+        apply: Callable[..., Any],
+        event: Event,
+        *rest: State | Logger,
     ) -> int | None:
         if event not in UPDATES:
             return apply(event, *rest)
@@ -203,7 +207,10 @@ class WeightAverages(Averages):
             return ema.state_dict()
 
     def load_state_dict(
-        self, saved: dict[str, Any] | None, misses_an_update: bool, logger: Logger
+        self,
+        saved: dict[str, Any] | None,
+        misses_an_update: bool,
+        logger: Logger,
     ) -> None:
         """Load the donor's EMA, if this group has one. If the donor sent none, a warning says so.
 

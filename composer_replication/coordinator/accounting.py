@@ -87,7 +87,10 @@ def grant(cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, epoch:
 
 
 def read_lease(
-    cursor: sqlite3.Cursor, holder: StreamRow, dataset: DatasetRow, number: int
+    cursor: sqlite3.Cursor,
+    holder: StreamRow,
+    dataset: DatasetRow,
+    number: int,
 ) -> Lease:
     """Read a lease that has been granted.
 
@@ -104,7 +107,9 @@ def read_lease(
 
 
 def _remove_first_available(
-    cursor: sqlite3.Cursor, dataset: DatasetRow, last_epoch: int
+    cursor: sqlite3.Cursor,
+    dataset: DatasetRow,
+    last_epoch: int,
 ) -> ReturnedRow:
     """Remove the first available samples of the earliest epoch that has any, and return them.
 

@@ -39,7 +39,11 @@ class Admission:
     """
 
     def __init__(
-        self, app: ASGIApp, tokens: Collection[str], hosts: Collection[str] | None, events: Events
+        self,
+        app: ASGIApp,
+        tokens: Collection[str],
+        hosts: Collection[str] | None,
+        events: Events,
     ) -> None:
         self._app = app
         self._events = events

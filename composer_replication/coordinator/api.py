@@ -231,7 +231,10 @@ class RunData:
 
 
 def create_app(
-    run: RunData, *, tokens: Collection[str], hosts: Collection[str] | None = None
+    run: RunData,
+    *,
+    tokens: Collection[str],
+    hosts: Collection[str] | None = None,
 ) -> FastAPI:
     """Build the application.
 
@@ -292,7 +295,9 @@ def _add_groups(v1: APIRouter, run: RunData) -> None:
 
     @v1.post("/replicas/{replica_id}/heartbeat")
     async def heartbeat(
-        replica_id: GroupName, beat: Heartbeat, afterwards: BackgroundTasks
+        replica_id: GroupName,
+        beat: Heartbeat,
+        afterwards: BackgroundTasks,
     ) -> dict[str, str]:
         """Record that a group is alive, and its progress."""
         # This runs on the event loop and does not use the database. In a thread it could wait for

@@ -93,7 +93,9 @@ class CoordinatorClient:
         return self.retry(lambda: self.once(method, path, body))
 
     def retry(
-        self, call: Callable[[], Answer], on: type[Exception] = CoordinatorAwayError
+        self,
+        call: Callable[[], Answer],
+        on: type[Exception] = CoordinatorAwayError,
     ) -> Answer:
         """Repeat a call while it raises an error, up to ``retry_s``, with a back-off.
 

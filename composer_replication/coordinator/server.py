@@ -185,7 +185,9 @@ class Coordinator:
 
 
 def _start_lighthouse_beside(
-    bind: str, straggler_timeout_s: float, heartbeat_timeout_ms: int
+    bind: str,
+    straggler_timeout_s: float,
+    heartbeat_timeout_ms: int,
 ) -> LastingServer:
     """Start the lighthouse on the next port, where groups find it again after a restart."""
     address, _, port = bind.rpartition(":")

@@ -60,7 +60,11 @@ class Streams:
             cursor.execute("INSERT OR REPLACE INTO outer_step VALUES (1, ?)", (self.outer_step,))
 
     def commit(
-        self, outer_step: int, ledger: LedgerRows, present: Collection[int], age_s: float
+        self,
+        outer_step: int,
+        ledger: LedgerRows,
+        present: Collection[int],
+        age_s: float,
     ) -> list[int]:
         """Record a sync.
 

@@ -171,7 +171,10 @@ def is_valid_row(row: AnyRow) -> bool:
 
 
 def read_rows(
-    cursor: sqlite3.Cursor, kind: type[Row], condition: str, *parameters: Any
+    cursor: sqlite3.Cursor,
+    kind: type[Row],
+    condition: str,
+    *parameters: Any,
 ) -> Iterator[Row]:
     """Yield the rows of a table that fulfil a condition. Damaged ones are logged and left out.
 

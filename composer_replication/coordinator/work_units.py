@@ -342,7 +342,8 @@ class WorkUnits:
 
 
 def _compare(
-    cursor: sqlite3.Cursor, ledger: LedgerRows
+    cursor: sqlite3.Cursor,
+    ledger: LedgerRows,
 ) -> tuple[list[tuple[StreamRow, int, int]], dict[int, int]]:
     """Compare a ledger with the leases.
 

@@ -101,7 +101,10 @@ class ReplicaDataLoader(DataLoader):
         )
 
     def read(
-        self, source: LeaseSource, position: StreamPosition, has_more: Callable[[], bool]
+        self,
+        source: LeaseSource,
+        position: StreamPosition,
+        has_more: Callable[[], bool],
     ) -> StreamReader:
         """Read another stream, beginning with the next batch.
 

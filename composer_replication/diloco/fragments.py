@@ -308,7 +308,8 @@ def listed(names: Sequence[str], limit: int = 6) -> str:
 
 
 def check_trained_by(
-    fragments: Sequence[Mapping[str, Tensor]], *optimizers: torch.optim.Optimizer
+    fragments: Sequence[Mapping[str, Tensor]],
+    *optimizers: torch.optim.Optimizer,
 ) -> None:
     """Check that the inner optimizers train exactly what the fragments synchronise.
 

@@ -417,7 +417,9 @@ def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _each_tensor(
-    globals_: GlobalParameters, state: dict[str, Any], change: Callable[[str, Tensor], Tensor]
+    globals_: GlobalParameters,
+    state: dict[str, Any],
+    change: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Any]:
     names = list(globals_.theta)
     theta = {name: change(name, state["theta"][name]) for name in names}

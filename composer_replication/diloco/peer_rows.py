@@ -159,7 +159,9 @@ def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[tuple[list[int], s
 
 
 def _compare(
-    rows: Mapping[int, PeerRow], held: Mapping[int, int], what: str
+    rows: Mapping[int, PeerRow],
+    held: Mapping[int, int],
+    what: str,
 ) -> Iterator[tuple[list[int], str]]:
     if len(set(held.values())) < 2:
         return
@@ -173,7 +175,9 @@ def _compare(
 
 
 def equal_samples(
-    rows: Mapping[int, PeerRow], own_rank: int, names: Sequence[str]
+    rows: Mapping[int, PeerRow],
+    own_rank: int,
+    names: Sequence[str],
 ) -> tuple[str, ...]:
     """The groups whose first batches are equal to this group's, and its own; empty if none are.
 

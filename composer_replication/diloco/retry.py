@@ -131,7 +131,10 @@ class SyncRetries:
     """
 
     def __init__(
-        self, manager: DiLoCoManager, state: GlobalState, give_up_after_s: float | None
+        self,
+        manager: DiLoCoManager,
+        state: GlobalState,
+        give_up_after_s: float | None,
     ) -> None:
         self._manager = manager
         self._state = state
@@ -226,7 +229,10 @@ class StartBarrier:
     """
 
     def __init__(
-        self, manager: DiLoCoManager, options: ReplicaOptions, start_refusal: str | None
+        self,
+        manager: DiLoCoManager,
+        options: ReplicaOptions,
+        start_refusal: str | None,
     ) -> None:
         self._manager = manager
         self._options = options

@@ -143,7 +143,10 @@ class CheckpointLayout:
         return self._saved("", "", local=local, momentum=momentum, residual=residual, theta=theta)
 
     def _saved(
-        self, progress: str, in_flight: dict[str, Any] | str, **tensors: Mapping[str, Tensor]
+        self,
+        progress: str,
+        in_flight: dict[str, Any] | str,
+        **tensors: Mapping[str, Tensor],
     ) -> dict[str, Any]:
         saved: dict[str, Any] = {"progress": progress, "in_flight": in_flight}
         for kind, own in tensors.items():
@@ -328,7 +331,8 @@ def theta_of(fragments: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def checksums(
-    live: Mapping[str, Tensor], held: Callable[[str], Tensor] | None = None
+    live: Mapping[str, Tensor],
+    held: Callable[[str], Tensor] | None = None,
 ) -> dict[str, int]:
     """Return a checksum of each tensor, the same on all ranks and for any number of ranks.
 

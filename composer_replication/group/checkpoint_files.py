@@ -142,7 +142,8 @@ def _problem_of_torch(path: Path) -> str | None:
 
 
 def whole_of(
-    found: Iterable[Path], look: Callable[[Path], str | None] = problem_of
+    found: Iterable[Path],
+    look: Callable[[Path], str | None] = problem_of,
 ) -> tuple[Path | None, dict[Path, str]]:
     """Find the first of several checkpoints that is whole.
 

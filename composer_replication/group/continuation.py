@@ -119,7 +119,9 @@ class Continuation:
             self._check_unchanged(known)
 
     def layout_of(
-        self, settings: DiLoCoSettings, also_synced: Collection[str] = ()
+        self,
+        settings: DiLoCoSettings,
+        also_synced: Collection[str] = (),
     ) -> CheckpointLayout:
         """How a checkpoint stores the tensors that are trained now, and those named."""
         host = self._host

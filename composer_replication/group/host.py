@@ -213,7 +213,11 @@ def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
 
 
 def continue_schedule(
-    scheduler: Any, optimizer: Any, state: dict[str, Any], *, is_behind: bool
+    scheduler: Any,
+    optimizer: Any,
+    state: dict[str, Any],
+    *,
+    is_behind: bool,
 ) -> None:
     """Take over a donor's schedule.
 

@@ -123,7 +123,10 @@ class CoordinatorCommand:
 
 
 def choose_tokens(
-    token_file: Path | None, no_token: bool, bind: str, state_dir: Path
+    token_file: Path | None,
+    no_token: bool,
+    bind: str,
+    state_dir: Path,
 ) -> tuple[str, ...]:
     """Choose the tokens that a coordinator accepts.
 

@@ -197,7 +197,10 @@ def check_launch(job: Job, replicas: int) -> tuple[DiLoCoSettings, ReplicaOption
 
 
 def group_command(
-    command: Sequence[str], nproc: int | None, run_dir: Path, replica_id: str | int
+    command: Sequence[str],
+    nproc: int | None,
+    run_dir: Path,
+    replica_id: str | int,
 ) -> list[str]:
     """Return the command line of one group. With more ranks than one, a launcher runs it.
 
@@ -236,7 +239,9 @@ def group_command(
 
 
 def group_environment(
-    replica_id: str | int, run_dir: Path, hang_timeout_s: float
+    replica_id: str | int,
+    run_dir: Path,
+    hang_timeout_s: float,
 ) -> dict[str, str]:
     """The environment variables that a replica group needs on any machine.
 
@@ -254,7 +259,10 @@ def group_environment(
 
 
 def environment(
-    replica_id: int, replicas: int, nproc: int | None, coordinator: Any
+    replica_id: int,
+    replicas: int,
+    nproc: int | None,
+    coordinator: Any,
 ) -> dict[str, str]:
     """The environment variables of one of several replica groups on this machine.
 

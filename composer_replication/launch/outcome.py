@@ -83,7 +83,10 @@ def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
 
 
 def finish(
-    run_dir: Path, finished: Sequence[int], seconds: float, restarts: Mapping[str, int]
+    run_dir: Path,
+    finished: Sequence[int],
+    seconds: float,
+    restarts: Mapping[str, int],
 ) -> int:
     """Write the summary and the page, and print the result.
 
@@ -212,7 +215,10 @@ def explain_failures(run_dir: Path, failed: Mapping[int, int], supervisor: Super
 
 @fence("why a group has failed")
 def explain_failure(
-    run_dir: Path, replica_id: int, status: int, then: str = "so the run is stopped"
+    run_dir: Path,
+    replica_id: int,
+    status: int,
+    then: str = "so the run is stopped",
 ) -> None:
     """Print how a group ended, what follows from it, and the last lines of its log."""
     path = log_path(run_dir, replica_id)

@@ -168,7 +168,10 @@ class ReplicaGroups:
         self._wait(members, deadline + 2)
 
     def _wait(
-        self, members: set[psutil.Process], deadline: float, interrupts: float = math.inf
+        self,
+        members: set[psutil.Process],
+        deadline: float,
+        interrupts: float = math.inf,
     ) -> None:
         """Wait for the end of processes, until a time or another interrupt after so many."""
         while time.monotonic() < deadline and self.interrupts.count <= interrupts:

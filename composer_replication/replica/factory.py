@@ -154,7 +154,9 @@ def connect(
 
 
 def _find_store(
-    options: ReplicaOptions, world_size: int, address: tuple[str, int] | None
+    options: ReplicaOptions,
+    world_size: int,
+    address: tuple[str, int] | None,
 ) -> tuple[tuple[str, int], TCPStore | None]:
     """The address of the group's store, and the store itself if this process hosts it.
 

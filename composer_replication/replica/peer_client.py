@@ -119,7 +119,10 @@ def receive(connection: socket.socket, most: int, deadline: float) -> Any:
 
 
 def fill(
-    connection: socket.socket, body: memoryview, deadline: float, silence_s: float = math.inf
+    connection: socket.socket,
+    body: memoryview,
+    deadline: float,
+    silence_s: float = math.inf,
 ) -> None:
     """Fill ``body`` with what comes next.
 
@@ -218,7 +221,11 @@ class PeerClient:
 
     @contextlib.contextmanager
     def _asked(
-        self, address: str, request: Sequence[str], deadline: float, silence_s: float
+        self,
+        address: str,
+        request: Sequence[str],
+        deadline: float,
+        silence_s: float,
     ) -> Iterator[tuple[socket.socket, Any]]:
         """Send a request until it is answered; a block gets the connection and the answer.
 
@@ -247,7 +254,11 @@ class PeerClient:
                 raise PeerError(f"{what}: {type(error).__name__}: {error}") from error
 
     def _exchange(
-        self, connection: socket.socket, address: str, request: Sequence[str], deadline: float
+        self,
+        connection: socket.socket,
+        address: str,
+        request: Sequence[str],
+        deadline: float,
     ) -> Any:
         """Get the server's challenge, ask with a proof for it, and check that of the answer."""
         challenge = receive(connection, LARGEST_ANSWER, deadline)

@@ -91,7 +91,9 @@ class Nccl(AdvertisedHost, ProcessGroupNCCL):
 
 
 def make_process_group(
-    backend: str | None, timeout: float, hostname: str | None = None
+    backend: str | None,
+    timeout: float,
+    hostname: str | None = None,
 ) -> AdvertisedHost:
     """Make the process group over which replica groups average.
 

@@ -390,7 +390,9 @@ class QuorumMember:
             )
 
     def _without_unreachable(
-        self, reports: dict[str, MemberReport], handles: Mapping[str, str]
+        self,
+        reports: dict[str, MemberReport],
+        handles: Mapping[str, str],
     ) -> dict[str, MemberReport]:
         """The reports of those members that can reach each other.
 

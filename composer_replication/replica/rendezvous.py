@@ -55,7 +55,11 @@ class Rendezvous:
     LOOK_EVERY_S = 1.0
 
     def __init__(
-        self, boards: Mapping[str, Notices], own_name: str, number: int, limit_s: float
+        self,
+        boards: Mapping[str, Notices],
+        own_name: str,
+        number: int,
+        limit_s: float,
     ) -> None:
         self._boards = boards
         self._own_name = own_name

@@ -58,7 +58,10 @@ class SingleGroupManager:
         """Waits have no timeouts here."""
 
     def register_state_dict_fn(
-        self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Any]
+        self,
+        key: str,
+        load_state_dict: Callable[[Any], None],
+        state_dict: Callable[[], Any],
     ) -> None:
         """Register a part of the state that a heal transfers.
 
@@ -106,7 +109,10 @@ class SingleGroupManager:
     # ---- collectives: the result is what this group has sent ------------------------------------
 
     def allreduce(
-        self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
+        self,
+        tensor: Tensor,
+        should_quantize: bool = False,
+        reduce_op: Any = ReduceOp.AVG,
     ) -> Collective:
         """Start to replace a tensor by its sum or mean over the groups, which it is already.
 

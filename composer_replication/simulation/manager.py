@@ -112,7 +112,10 @@ class SimulatedManager(SingleGroupManager):
         return self.members.index(str(self._replica_id)) if self.members else None
 
     def allreduce(
-        self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = ReduceOp.AVG
+        self,
+        tensor: Tensor,
+        should_quantize: bool = False,
+        reduce_op: Any = ReduceOp.AVG,
     ) -> Collective:
         """Start to replace a tensor by its sum or mean over the quorum.
 
@@ -156,7 +159,10 @@ class SimulatedManager(SingleGroupManager):
         return self._start(own, gathered, torch.cat)
 
     def _start(
-        self, sent: Tensor, result: Tensor, combine: Callable[[list[Tensor]], Tensor]
+        self,
+        sent: Tensor,
+        result: Tensor,
+        combine: Callable[[list[Tensor]], Tensor],
     ) -> Collective:
         """Send a tensor to all members.
 

@@ -64,7 +64,11 @@ def finite(value: Any) -> Any:
 
 
 def replace_json(
-    path: Path, content: Any, *, survives_power_cut: bool = False, indent: int | None = None
+    path: Path,
+    content: Any,
+    *,
+    survives_power_cut: bool = False,
+    indent: int | None = None,
 ) -> None:
     """Write a JSON file so that a reader sees the old content or the new, and never half of it.
 
@@ -84,7 +88,10 @@ def replace_json(
 
 
 def replace_file(
-    path: Path, write: Callable[[IO[bytes]], object], *, survives_power_cut: bool = False
+    path: Path,
+    write: Callable[[IO[bytes]], object],
+    *,
+    survives_power_cut: bool = False,
 ) -> None:
     """Write a file that has all of its content once it has its name.
 

@@ -183,7 +183,10 @@ class Donor:
         self._quorums: dict[str, _Quorum] = {}
 
     def serve(
-        self, step: Callable[[], int], source: GlobalState, is_syncing: Callable[[], bool] = bool
+        self,
+        step: Callable[[], int],
+        source: GlobalState,
+        is_syncing: Callable[[], bool] = bool,
     ) -> None:
         """Offer the global state outside of quorums too, from now on.
 

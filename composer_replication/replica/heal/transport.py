@@ -87,7 +87,12 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     """
 
     def __init__(
-        self, server: PeerServer, timeout: float, lighthouse_addr: str, rank: int, name: str
+        self,
+        server: PeerServer,
+        timeout: float,
+        lighthouse_addr: str,
+        rank: int,
+        name: str,
     ) -> None:
         self._client = PeerClient(server.tokens, name, timeout)
         self._donor = Donor(timeout)
@@ -112,7 +117,11 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         return self.server.address
 
     def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
+        self,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: dict[str, Any],
+        timeout: timedelta,
     ) -> None:
         """Offer the state of a manager step until ``disallow_checkpoint``; it sends nothing yet."""
         del dst_ranks, timeout
@@ -283,7 +292,11 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         return self.downloaded.state
 
     def _fetch_part(
-        self, address: str, part: Part, deadline: float, into: memoryview | None = None
+        self,
+        address: str,
+        part: Part,
+        deadline: float,
+        into: memoryview | None = None,
     ) -> memoryview:
         if into is None:
             into = state_bytes.memory(part.num_bytes)  # expensive for a large state
@@ -295,7 +308,11 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     # ---- a joiner, in the quorum ---------------------------------------------------------------
 
     def recv_checkpoint(
-        self, src_rank: int, metadata: str, step: int, timeout: timedelta
+        self,
+        src_rank: int,
+        metadata: str,
+        step: int,
+        timeout: timedelta,
     ) -> dict[str, Any]:
         """Fetch the donor's state of a manager step, or its name alone if it has been downloaded.
 
