@@ -19,6 +19,8 @@ import ctypes
 import gc
 import io
 import json
+import multiprocessing.connection
+import multiprocessing.forkserver
 import multiprocessing.process
 import os
 import runpy
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import threading
 import types
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +167,8 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
     command = [word for word in request["command"] if word != "-u"]
     if STARTERS.intersection(command):
         _start_server()
+    if Path(command[0]).parent.name == "benchmarks":
+        _start_pythons_server()
     gc.enable()
     try:
         _obey_environment()
@@ -202,6 +207,25 @@ def _start_server() -> None:
         _serve(theirs)
     theirs.close()
     subprocess.Popen = ForkedCommand
+
+
+def _start_pythons_server() -> None:
+    """Fork what multiprocessing's ``forkserver`` context would start as a fresh interpreter."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address := multiprocessing.connection.arbitrary_address("AF_UNIX"))
+    listener.listen()
+    alive, says_alive = os.pipe()
+    if not (pid := os.fork()):
+        os.close(says_alive)
+        with suppress(SystemExit):  # when the process that it serves has ended
+            multiprocessing.forkserver.main(listener.fileno(), alive, [])
+        os._exit(0)
+    listener.close()
+    os.close(alive)
+    server: Any = multiprocessing.forkserver._forkserver
+    server._forkserver_address = address
+    server._forkserver_alive_fd = says_alive
+    server._forkserver_pid = pid
 
 
 def _obey_environment() -> None:

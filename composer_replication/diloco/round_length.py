@@ -49,6 +49,8 @@ class RoundLength:
 
     def measure(self, step_s: float) -> None:
         """Add a turn's seconds for an inner step, the same number on every rank of the group."""
+        if step_s <= 0.0:  # the clock did not see it: no pace, and no number to divide by
+            return
         self._measured.append(step_s)
         last_two = list(self._measured)[-2:]
         self.step_s = median([median(self._measured), *last_two])

@@ -138,3 +138,14 @@ def test_without_a_pace_of_any_group_a_turn_stays_as_long_as_it_is():
     length.choose([GroupMetrics(step_s=0.25)])
     length.choose([GroupMetrics(), GroupMetrics()])
     assert length.steps_before(1) == 50
+
+
+def test_a_turn_that_took_no_time_says_nothing_of_the_pace():
+    length = RoundLength(DiLoCoSettings(sync_every=50, round_seconds=10))
+    before = length.steps_before(1)
+    length.measure(0.0)
+    length.choose([GroupMetrics(), GroupMetrics()])
+    assert length.steps_before(1) == before
+    length.measure(0.5)
+    length.choose([GroupMetrics(step_s=0.5)])
+    assert length.steps_before(1) == 20
