@@ -2,7 +2,7 @@
 # the like change its config.
 # make test: install, then test. make test-alone: the tests that measure time in seconds.
 # make test-pages: install, then run the commands of the pages as they stand.
-# make check: lint, types and the quick tests, in 90 s on two cores.
+# make check: lint, types and the quick tests, in a minute on two cores.
 # make test-torch-new: the same tests with Composer on a torch past its pin.
 # make test-hf: the tests of Hugging Face, TRL, Lightning and accelerate, with the newest torch.
 # make test-ray: the test of the example for Ray Train.
