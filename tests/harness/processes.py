@@ -97,12 +97,13 @@ class Process:
         while "only have 0 participants" in read_status(self.lighthouse_addr).situation:
             time.sleep(0.05)
 
-    def of_rank(self, folder: str, ranks: int) -> Process:
+    def of_rank(self, folder: str, ranks: int, timeout_s: float = 60.0) -> Process:
         """Make this process one rank of a group of several, which torch.distributed knows.
 
         Args:
             folder: One for the whole run.
             ranks: How many processes are a group, one after the other.
+            timeout_s: How long a rank waits for the others in a collective, in seconds.
 
         Returns:
             The group; ``dist.get_rank()`` is this process's place in it.
@@ -114,7 +115,7 @@ class Process:
             init_method=f"file://{folder}/group_{number}",
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=timeout_s),
         )
         return replace(self, replica_id=number, num_replicas=self.num_replicas // ranks)
 

@@ -86,7 +86,7 @@ def train_job(is_sharded: bool, fault: Any = None, **place: Any) -> dict[str, An
 def train_alone_and_as_one_group(process: Process, folder: str, is_sharded: bool) -> dict[str, Any]:
     """The same job alone, alone with a fault, and as the one group of a lighthouse."""
     os.environ["FSDP_VERSION"] = "2"
-    group = process.of_rank(folder, RANKS)
+    group = process.of_rank(folder, RANKS, timeout_s=20.0)  # one rank fails, and the other waits
     one_group = {"lighthouse_addr": group.lighthouse_addr, "hostname": "127.0.0.1"}
     found: dict[str, Any] = {
         "alone": train_job(is_sharded),
