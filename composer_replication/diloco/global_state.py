@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
 import threading
 from collections import UserDict
@@ -29,8 +28,6 @@ Numbers = tuple[Tensor, Tensor] | None
 """A fragment's global parameters and outer momentum from another group, each like
 ``GlobalParameters.flat``, in memory that the fragment can continue in. None on an accelerator,
 whose memory may not have room for them twice: there the copy is quick."""
-
-NONE_COPIED: Iterable[Numbers] = itertools.repeat(None)
 
 
 class Staged(NamedTuple):
@@ -272,7 +269,7 @@ class GlobalState:
         with self.changing():
             theirs = dict(state_dict["settings"])
             compare_fingerprints(self.fingerprint, theirs, whose)
-            self._load(state_dict, NONE_COPIED if staged is None else staged.numbers)
+            self._load(state_dict, () if staged is None else staged.numbers)
             self.fingerprint = theirs
             self.was_healed = True
         if staged is not None:
@@ -296,7 +293,7 @@ class GlobalState:
             pairs = zip(self.fragments, state_dict["fragments"], strict=True)
             own = [cut(fragment, saved) for fragment, saved in pairs]
             state = state_dict | {"fragments": own}
-            self._load(state, NONE_COPIED, keeps_hyperparameters=has_other_outer)
+            self._load(state, (), keeps_hyperparameters=has_other_outer)
             # Peers that also resume may have another checkpoint of the same outer step: compare
             # digests.
             self.compare_next = True
@@ -304,11 +301,12 @@ class GlobalState:
     def _load(
         self,
         state_dict: dict[str, Any],
-        copied: Iterable[Numbers],
+        copied: Sequence[Numbers],
         *,
         keeps_hyperparameters: bool = False,
     ) -> None:
-        parts = zip(self.fragments, state_dict["fragments"], copied, strict=False)
+        copied = copied or [None] * len(self.fragments)
+        parts = zip(self.fragments, state_dict["fragments"], copied, strict=True)
         for fragment, saved, numbers in parts:
             load_outer_state(fragment, saved, numbers, keeps_hyperparameters=keeps_hyperparameters)
         self.outer_step = state_dict["outer_step"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent import futures
+from datetime import timedelta
 from threading import Thread
 from typing import Any
 
@@ -39,7 +40,7 @@ class InterruptibleWork:
         self._work = work
         self._is_broken = is_broken
 
-    def wait(self) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
 
         Returns:
@@ -54,7 +55,9 @@ class InterruptibleWork:
             # long ones take no processor time from training.
             waited_s = time.monotonic() - began
             time.sleep(min(self.LONGEST_NAP_S, waited_s / 20))
-        return self._work.wait()
+        if timeout is None:
+            return self._work.wait()
+        return self._work.wait(timeout)
 
 
 class DaemonExecutor(futures.Executor):
@@ -187,7 +190,7 @@ class InterruptibleManager(Manager):
         work = InterruptibleWork(work, self._is_broken)
         return work if carried is result else Then(work, lambda: result.copy_(carried))
 
-    def should_commit(self) -> bool:
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, as torchft does. A signal can interrupt the wait.
 
         The vote waits for the other ranks of the group, one of which may have died. On a thread of
@@ -200,6 +203,6 @@ class InterruptibleManager(Manager):
 
         def on_stream() -> bool:
             with get_stream_context(stream):
-                return vote()
+                return vote(timeout)
 
         return self._executor.submit(on_stream).result()

@@ -220,7 +220,12 @@ class ReplicaManager(InterruptibleManager):
         """Return the global state that was fetched before the first quorum."""
         return self._checkpoint_transport.newest()
 
-    def start_quorum(self) -> None:
+    def start_quorum(
+        self,
+        allow_heal: bool = True,
+        shrink_only: bool = False,
+        timeout: timedelta | None = None,
+    ) -> None:
         """Ask for a quorum until there is one that its members use, then connect and heal.
 
         After an error in the last sync it first closes the connections. A peer that has not seen
@@ -240,11 +245,11 @@ class ReplicaManager(InterruptibleManager):
             own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
         own.gathers = self.asks_to_gather
-        self._client.quorum = self._wait_for_quorum()
+        self._client.quorum = self._wait_for_quorum(shrink_only, timeout)
         if not self.member.keeps_connection:
             self._quorum_id = -1  # torchft connects again when the quorum's id has changed
         try:
-            super().start_quorum()
+            super().start_quorum(allow_heal, shrink_only, timeout)
         except BaseException:
             # torchft keeps the failed future, and would raise its error in every later quorum.
             self._quorum_future = None
@@ -258,12 +263,12 @@ class ReplicaManager(InterruptibleManager):
             own.has_failed = own.connection is not None
             self._close_connections()
 
-    def _wait_for_quorum(self) -> Any:
+    def _wait_for_quorum(self, shrink_only: bool, timeout: timedelta | None) -> Any:
         """Ask for a quorum until there is one that its members use."""
         self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
         while True:
             try:
-                return self._wait(self._executor.submit(self._ask))
+                return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
             except QuorumDeclined:
                 self.member.missing.wait(self._waiting.began)
             except QuorumFailed as error:
@@ -272,7 +277,7 @@ class ReplicaManager(InterruptibleManager):
                 # If the lighthouse is away, the request fails at once: do not spin.
                 time.sleep(POLL_S)
 
-    def _ask(self) -> Any:
+    def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
         """Ask the lighthouse for a quorum, and decide with its other members whether to use it.
 
         The request is that of torchft's ``Manager._async_quorum``, with a report in the handle.
@@ -289,8 +294,8 @@ class ReplicaManager(InterruptibleManager):
                 group_rank=self._group_rank,
                 step=self._step,
                 checkpoint_metadata=self._checkpoint_transport.metadata(),
-                shrink_only=False,
-                timeout=self._quorum_timeout,
+                shrink_only=shrink_only,
+                timeout=timeout or self._quorum_timeout,
                 init_sync=self._init_sync,
                 commit_failures=failures,
                 reconfigure_handle=handle,
@@ -379,13 +384,13 @@ class ReplicaManager(InterruptibleManager):
     def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
         return find_unreachable(handles, self._connect_timeout.total_seconds())
 
-    def should_commit(self) -> bool:
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, as torchft does; after a commit, close what departed managers have left open.
 
         The commit proves that this group's peers are through with every earlier sync.
         """
         try:
-            commits = super().should_commit()
+            commits = super().should_commit(timeout)
         finally:
             self._is_syncing = False
         if commits and _departed:
