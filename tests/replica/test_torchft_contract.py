@@ -235,7 +235,7 @@ def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
 
 
 def arguments_of(function):
-    return [(each.name, each.default) for each in inspect.signature(function).parameters.values()]
+    return [*inspect.signature(function).parameters]
 
 
 def test_what_we_override_takes_torchfts_arguments():
