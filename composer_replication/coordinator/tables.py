@@ -15,7 +15,7 @@ MAX_UNITS = 2**24
 """Most units of a dataset: an epoch's order is computed in memory while other requests wait."""
 
 NO_PLACE = -1
-"""The ``place`` of an empty lease."""
+"""The ``place`` of a lease without samples, at which its stream pauses."""
 
 
 class DatasetMismatch(RejectedError):

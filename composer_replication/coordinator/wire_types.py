@@ -141,7 +141,7 @@ class DatasetSpec:
 
     @property
     def num_units(self) -> int:
-        """The number of units."""
+        """Into how many units the samples are divided; the last one may be smaller."""
         return -(-self.length // self.unit_size)
 
     def size_of(self, unit: int) -> int:

@@ -97,7 +97,7 @@ class GroupRecord:
 
     @property
     def is_training(self) -> bool:
-        """Whether the group is training now."""
+        """Whether its process runs, and has said that it has joined and not ended."""
         return not self.end and not self.due and self.read().phase in TRAINING
 
     @property

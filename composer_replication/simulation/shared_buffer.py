@@ -136,7 +136,7 @@ class Quorum:
 
     @property
     def max_step(self) -> int:
-        """The largest step of a member."""
+        """The manager step of the member that is furthest: the others heal to it."""
         return self.requests[self.donor].step
 
 

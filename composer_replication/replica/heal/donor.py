@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of(cls, body: Body) -> Part:
-        """Name and size of these bytes."""
+        """What a joiner needs to fetch these bytes: their hash as a name, and their size."""
         return cls(state_bytes.digest_of_bytes(body), sum(map(len, body)))
 
 
@@ -97,7 +97,7 @@ class _Copy(Served):
 
     Attributes:
         version: The version of the state, see ``GlobalState``.
-        offer: What joiners are told of it.
+        offer: The answer to joiners that ask for it: step, name and size.
         made_at: When it was made, by ``time.monotonic``.
     """
 

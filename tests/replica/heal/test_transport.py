@@ -163,7 +163,7 @@ def test_a_state_of_the_name_that_is_there_is_not_downloaded_again(transports, m
     donor.send_checkpoint([1], 4, SENT, LIMIT)
     state = joiner.ask(donor.metadata(), "offer", "4", limit_s=10).state
     first = joiner.download(donor.metadata(), state, time.monotonic() + 10)
-    monkeypatch.setattr(PeerClient, "fetch", None)  # whoever fetches fails
+    monkeypatch.setattr(PeerClient, "fetch", None)  # fetching again would fail
     assert joiner.download(donor.metadata(), state, time.monotonic() + 10) is first
 
 
