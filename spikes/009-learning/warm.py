@@ -191,8 +191,10 @@ def _in_order(known: Known) -> Iterator[Cell]:
     yield from _of([*OTHERS], known, [ALONE], first)
     yield from _of([*FINE_TUNED], known, NAMES, first)
     yield from _of([*ROWS], known, NAMES, more)
-    yield from _of([*FINE_TUNED, *CHEAP], known, [BASE, ALONE, MOMENTUM_AT_ONCE, CHOSEN], more)
-    yield from _of([*OTHERS], known, [CHOSEN], first)
+    shipped = [BASE, ALONE, MOMENTUM_AT_ONCE, CHOSEN]
+    yield from _of([*FINE_TUNED, *CHEAP], known, shipped, more)
+    for job in OTHERS:
+        yield from _of([job], known, shipped, SEEDS)
     yield from _of([*OTHERS], known, NAMES, first)
     yield from _of([*CHEAP, *OTHERS], known, [*OTHER_RATES], first)
     yield from _of([*CHEAP], known, NAMES, more)
