@@ -12,14 +12,14 @@ class Still(torch.optim.Optimizer):
     """An inner optimizer that moves one number of each tensor, so that each has outer momentum."""
 
     def __init__(self, parameters: Any) -> None:
-        super().__init__(list(parameters), {})
+        own = list(parameters)
+        super().__init__(own, {})
+        self._first_numbers = [parameter.detach().view(-1)[:1] for parameter in own]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Next to no step at all."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.view(-1)[:1].mul_(0.9)  # bfloat16 would round 0.999 back
+        torch._foreach_mul_(self._first_numbers, 0.9)  # bfloat16 would round 0.999 back
 
 
 def build_model(params: int, tensors: int, device: str = "cpu", dtype: str = "float32") -> Any:

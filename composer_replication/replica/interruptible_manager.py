@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -23,7 +23,7 @@ from composer_replication.replica.rendezvous import SyncAlarm
 
 
 class InterruptibleWork:
-    """Waits for a collective in short sleeps, between which Python handles signals.
+    """Waits for a collective in short waits, between which Python handles signals.
 
     gloo's own wait is one call into C++, in which Python handles no signal for up to ``timeout``.
 
@@ -34,7 +34,7 @@ class InterruptibleWork:
             ``timeout``.
     """
 
-    LONGEST_NAP_S = 0.01
+    LONGEST_WAIT = timedelta(milliseconds=10)
 
     def __init__(self, work: Any, is_broken: Callable[[], bool]) -> None:
         self._work = work
@@ -47,14 +47,11 @@ class InterruptibleWork:
             False if the collective is broken, else what torchft's ``wait`` returns.
         """
         sent = getattr(self._work, "_work", None)  # None after an error: torchft has sent nothing
-        began = time.monotonic()
         while sent is not None and not sent.is_completed():
             if self._is_broken():
                 return False
-            # A twentieth of the wait so far: the sleep does not make short collectives longer, and
-            # long ones take no processor time from training.
-            waited_s = time.monotonic() - began
-            time.sleep(min(self.LONGEST_NAP_S, waited_s / 20))
+            with suppress(RuntimeError):  # it is not over yet, or has failed: see torchft's wait
+                sent.wait(self.LONGEST_WAIT)
         if timeout is None:
             return self._work.wait()
         return self._work.wait(timeout)

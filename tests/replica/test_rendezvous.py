@@ -149,7 +149,12 @@ def test_an_odd_answer_of_the_board_is_an_alarm_too_and_is_logged(caplog):
 
 def hung_work():
     """torchft's Work around one of gloo's that does not end."""
-    return SimpleNamespace(_work=SimpleNamespace(is_completed=lambda: False), wait=None)
+
+    def wait(timeout):
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+    return SimpleNamespace(_work=SimpleNamespace(is_completed=lambda: False, wait=wait), wait=None)
 
 
 @pytest.mark.alone
