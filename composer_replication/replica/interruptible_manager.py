@@ -51,8 +51,6 @@ class InterruptibleWork:
                 return False
             with suppress(RuntimeError):  # it is not over yet, or has failed: see torchft's wait
                 sent.wait(self.LONGEST_WAIT)
-        if timeout is None:
-            return self._work.wait()
         return self._work.wait(timeout)
 
 
