@@ -59,7 +59,7 @@ class Admission:
             await rejection(scope, receive, send)
             # A browser that opens the page has no token yet.
             is_guess = rejection.status_code == 401 and "authorization" in headers
-            if is_guess and (count := self._wrong_tokens.count()) is not None:
+            if is_guess and (count := self._wrong_tokens.count()):
                 text = f"requests with a wrong token: {count}, the last one from"
                 await run_in_threadpool(self._events.try_to_add, f"{text} {address_of(scope)}")
             return

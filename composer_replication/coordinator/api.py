@@ -279,8 +279,7 @@ def _add_run(v1: APIRouter, run: RunData) -> None:
 
 def _add_groups(v1: APIRouter, run: RunData) -> None:
     registry, streams = run.registry, run.streams
-    store = fence("the newest outer step to a coordinator that starts again")
-    store_outer_step = store(streams.store_outer_step)
+    fenced = fence("the newest outer step to a coordinator that starts again")
 
     @v1.post("/replicas", status_code=201)
     def register(request: Request, registration: Registration) -> dict[str, str]:
@@ -305,7 +304,7 @@ def _add_groups(v1: APIRouter, run: RunData) -> None:
         progress = beat.model_dump(exclude={"session"}, exclude_none=True)
         registry.heartbeat(replica_id, beat.session, progress)
         if streams.observe_outer_step(beat.outer_step or 0):
-            afterwards.add_task(store_outer_step)
+            afterwards.add_task(fenced(streams.store_outer_step))
         return {"replica_id": replica_id}
 
     @v1.delete("/replicas/{replica_id}")

@@ -100,9 +100,9 @@ class Heartbeats:
         """The losses of each group that has reported any, as rows of batch and loss."""
         with self._lock:
             return {
-                id: points
+                id: [*course.losses.points]
                 for id, course in self._courses.items()
-                if (points := course.losses.points)
+                if course.losses.points
             }
 
     def agreement(self) -> dict[str, Any] | None:

@@ -75,14 +75,16 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
             group that sends no heartbeats, its ``events`` are added, and ``trained_with`` are the
             settings of the groups: a loop names its own. Other keys replace those of the status.
     """
-    own = ("groups", "unregistered", "events", "trained_with")
-    rest = {name: value for name, value in record.items() if name not in own}
-    if record.get("trained_with") is not None:
-        trained_with = shown_settings(record["trained_with"])
-        if trained_with["settings"] != status.get("settings"):
-            rest |= trained_with | {"settings_source": "as the groups name them"}
-    groups, shown = record.get("groups", {}), {r["replica_id"]: r for r in status["replicas"]}
-    shown = {**record.get("unregistered", {}), **shown}
+    rest = dict(record)
+    groups = rest.pop("groups", {})
+    shown = rest.pop("unregistered", {})
+    events = rest.pop("events", ())
+    trained_with = rest.pop("trained_with", None)
+    if trained_with is not None:
+        named = shown_settings(trained_with)
+        if named["settings"] != status.get("settings"):
+            rest |= named | {"settings_source": "as the groups name them"}
+    shown = {**shown, **{group["replica_id"]: group for group in status["replicas"]}}
     return {
         **status,
         **rest,
@@ -90,5 +92,5 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
             {"replica_id": id, **shown.get(id, {}), **groups.get(id, {})}
             for id in dict.fromkeys([*shown, *groups])
         ],
-        "events": [*status["events"], *record.get("events", ())],
+        "events": [*status["events"], *events],
     }

@@ -8,6 +8,7 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, TypedDict, Unpack
 
 from composer_replication import __version__
@@ -107,9 +108,7 @@ class Coordinator:
         **named: Unpack[ServiceKeywords],
     ) -> None:
         check_names(named, ServiceKeywords, "Coordinator")
-        given: dict[str, Any] = {**defaults_of(ServiceKeywords), **named}
-        bind, hostname, tokens = given["bind"], given["hostname"], given["tokens"]
-        heartbeat_timeout_s, ssl_certfile = given["heartbeat_timeout_s"], given["ssl_certfile"]
+        given = SimpleNamespace(**{**defaults_of(ServiceKeywords), **named})
         raise_file_limit()
         state_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as opened:  # an error below closes what is open by then
@@ -120,16 +119,16 @@ class Coordinator:
             events = Events(database)
             store_settings(database, events, settings, source, all_start)
             versions = {"composer_replication": __version__, "torchft": version("torchft-nightly")}
-            registry = Registry(database, events, versions, heartbeat_timeout_s)
-            listening = opened.enter_context(Listener(bind))
+            registry = Registry(database, events, versions, given.heartbeat_timeout_s)
+            listening = opened.enter_context(Listener(given.bind))
             lighthouse = _start_lighthouse_beside(
-                bind, given["straggler_timeout_s"], given["lighthouse_heartbeat_ms"]
+                given.bind, given.straggler_timeout_s, given.lighthouse_heartbeat_ms
             )
             opened.callback(lighthouse.shutdown)
-            host, is_guessed = _reachable_as(listening.host, hostname)
+            host, is_guessed = _reachable_as(listening.host, given.hostname)
             port = lighthouse.address().rpartition(":")[2]
             self.lighthouse_addr = f"http://{host}:{port}"
-            scheme = "https" if ssl_certfile else "http"
+            scheme = "https" if given.ssl_certfile else "http"
             self.address = f"{scheme}://{host}:{listening.port}"
             info = RunInfo(
                 settings=settings,
@@ -137,7 +136,7 @@ class Coordinator:
                 num_replicas=num_replicas,
                 min_replicas=min_replica_size,
                 lighthouse_addr=self.lighthouse_addr,
-                heartbeat_timeout_s=heartbeat_timeout_s,
+                heartbeat_timeout_s=given.heartbeat_timeout_s,
                 version=__version__,
                 torchft=versions["torchft"],
                 digest_every=digest_every,
@@ -153,15 +152,15 @@ class Coordinator:
             )
             app = create_app(
                 self._run,
-                tokens=tokens,
-                hosts=None if tokens else _loopback_names(listening.host, hostname),
+                tokens=given.tokens,
+                hosts=None if given.tokens else _loopback_names(listening.host, given.hostname),
             )
 
             async def keep_up() -> None:
                 with fence("whether the lighthouse answers"):
                     await asyncio.to_thread(lighthouse.restart_if_it_refuses, "The lighthouse")
 
-            self._http = HttpService(app, listening, keep_up, ssl_certfile, given["ssl_keyfile"])
+            self._http = HttpService(app, listening, keep_up, given.ssl_certfile, given.ssl_keyfile)
             opened.callback(self._http.close)
             self._open = opened.pop_all()
         self._state_dir = state_dir

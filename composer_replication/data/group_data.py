@@ -145,9 +145,8 @@ class GroupData:
 class LeasedData(GroupData):
     """Reads samples that the coordinator leases to this group, and reports what was trained on.
 
-    Every rank asks for the leases of the group's stream itself, and gets the same ones. All other
-    requests are made by rank 0. A group that holds leases trains on while the coordinator is away;
-    one that needs a lease then waits until it is back.
+    Rank 0 makes all requests, and every rank gets the answers. A group that holds leases trains on
+    while the coordinator is away; one that needs a lease then waits until it is back.
 
     Args:
         loader: The loader of this rank.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -21,12 +20,19 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
 from composer_replication.diloco.equal_samples import digest_of_samples
 from composer_replication.options import ReplicaOptions, replica_id_of
+from composer_replication.replica.ranks import ask_on_rank_0, rank
+from composer_replication.util.daemon_executor import DaemonExecutor
 
 LeaseSource = Callable[[int, int], Lease]
-"""A function that returns the lease of a number, the same for every rank and every call.
+"""A function that returns the lease of a number, the same for every call. Rank 0 calls it.
 
 The second argument is an epoch: a new lease is from it, or from the rest of an earlier one.
 """
+
+POLL_S = 1.0
+"""How long the other ranks wait at a time for the lease that rank 0 asks for, in seconds."""
+
+_EXECUTOR = DaemonExecutor()
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class StreamPosition:
 
 
 class StreamReader:
-    """Reads a stream. While it reads one lease, a thread asks for the next one.
+    """Reads a stream, on every rank. While it reads one lease, rank 0 asks for the next one.
 
     Args:
         dataset: Whose samples.
@@ -85,7 +91,9 @@ class StreamReader:
         while not self._current:
             if self._next is None:
                 self._next = self._ask(self._number, epoch)
-            lease = self._next.result()
+            # The other ranks do not wait for one answer longer than a collective may take.
+            while (lease := ask_on_rank_0(self._answer)) is None:
+                continue
             if lease.start == lease.stop:  # the stream pauses here
                 return lease
             self._next = self._ask(self._number + 1, epoch)
@@ -96,19 +104,19 @@ class StreamReader:
                 self._number += 1
         return None
 
-    def _ask(self, number: int, epoch: int) -> Future[Lease]:
-        # Not by an executor: the interpreter waits for an executor's threads when it exits, and
-        # this one may be waiting for the coordinator.
-        future: Future[Lease] = Future()
+    def _ask(self, number: int, epoch: int) -> Future[Lease] | None:
+        """Ask for a lease, on rank 0.
 
-        def run() -> None:
-            try:
-                future.set_result(self._source(number, epoch))
-            except BaseException as error:
-                future.set_exception(error)
+        The coordinator may lose its state at any moment. If each rank asked, one could get a lease
+        and another a pause, and they would wait for each other in different collectives.
+        """
+        return None if rank() else _EXECUTOR.submit(self._source, number, epoch)
 
-        threading.Thread(target=run, name="lease", daemon=True).start()
-        return future
+    def _answer(self) -> Lease | None:
+        """The lease that rank 0 has asked for; None if there is no answer yet."""
+        assert self._next is not None, "rank 0 has asked"
+        with contextlib.suppress(TimeoutError):
+            return self._next.result(POLL_S)
 
 
 class FixedShards:

@@ -73,8 +73,7 @@ def interface_of(hostname: str | None) -> str | None:
     Raises:
         ValueError: The name does not resolve.
     """
-    address = own_address(hostname)
-    return None if address is None else _own_addresses()[address]
+    return _own_addresses().get(own_address(hostname) or "")
 
 
 def address_towards(address: str) -> str | None:

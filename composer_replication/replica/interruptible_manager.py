@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from torchft.work import _DummyWork
 
 from composer_replication.diloco.torchft_api import Then
 from composer_replication.replica.rendezvous import SyncAlarm
+from composer_replication.util.daemon_executor import DaemonExecutor
 
 
 class InterruptibleWork:
@@ -52,29 +51,7 @@ class InterruptibleWork:
                 return False
             with suppress(RuntimeError):  # it is not over yet, or has failed: see torchft's wait
                 sent.wait(self.LONGEST_WAIT)
-        if timeout is None:
-            return self._work.wait()
         return self._work.wait(timeout)
-
-
-class DaemonExecutor(futures.Executor):
-    """Runs each call on a daemon thread of its own, in the place of torchft's ThreadPoolExecutor.
-
-    At the end of a process, Python waits for the threads of a ThreadPoolExecutor. A process that is
-    asked to end while it waits for a quorum would stay for up to an hour.
-    """
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        future: futures.Future[Any] = futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: B036 - raised where the result is read
-                future.set_exception(error)
-
-        Thread(target=run, name="torchft", daemon=True).start()
-        return future
 
 
 class InterruptibleManager(Manager):
@@ -98,7 +75,7 @@ class InterruptibleManager(Manager):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._executor = DaemonExecutor()
+        self._executor = DaemonExecutor()  # in the place of torchft's ThreadPoolExecutor
         self._alarm: SyncAlarm | None = None
 
     def report_error(self, e: Exception) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from composer_replication.replica.lighthouse import (
     LastingServer,
     read_status,
 )
-from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.peer_client import PeerClient
 from composer_replication.replica.quorum import MemberReport, QuorumConnection, group_name
 from composer_replication.replica.quorum_member import (
     MissingMembers,
@@ -359,9 +360,9 @@ class ReplicaManager(InterruptibleManager):
         identity = json.dumps([communicator_id, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
+        client = PeerClient(self._server.tokens, "", limit_s)
         boards = {
-            name: Notices(report.board, self._server.tokens, limit_s)
-            for name, report in self.member.reports.items()
+            name: partial(client.ask, report.board) for name, report in self.member.reports.items()
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)

@@ -15,7 +15,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -310,38 +310,3 @@ class PeerClient:
             except OSError as error:
                 reason = error
         raise reason
-
-
-class Notices:
-    """The notices on one member's server, which all members of the run may post and read.
-
-    torch's TCPStore could hold them. But its client looks up the host name of every address that it
-    connects to, which takes seconds where no name server answers. Its calls have no time limit, so
-    a stopped member would stop every member that asks it. And it writes stack traces to stderr when
-    a peer has gone.
-
-    Args:
-        address: ``host:port`` of the server.
-        tokens: The run's secrets; the first one signs.
-        timeout_s: How long a request may take, in seconds.
-    """
-
-    def __init__(self, address: str, tokens: Sequence[str], timeout_s: float) -> None:
-        self._address = address
-        self._client = PeerClient(tokens, "", timeout_s)
-
-    def post(self, key: str, notice: str) -> None:
-        """Post a notice; it replaces an earlier one with the same key.
-
-        Raises:
-            PeerError: The server cannot be reached.
-        """
-        self._client.ask(self._address, "post", key, notice)
-
-    def read(self, keys: Iterable[str]) -> dict[str, str]:
-        """Read the notices with these keys; a key without a notice is left out.
-
-        Raises:
-            PeerError: The server cannot be reached.
-        """
-        return self._client.ask(self._address, "read", *keys)

@@ -140,8 +140,7 @@ class PeerServer:
     def _pause(self, error: Exception) -> None:
         # A connection stays in the kernel's queue. Without this pause the loop would spin and take
         # the interpreter lock from the training thread.
-        count = self._shortages.count()
-        if count is not None:
+        if count := self._shortages.count():
             log.warning("Cannot accept a connection (%s), %d times", error, count)
         time.sleep(ACCEPT_PAUSE_S)
 
@@ -188,8 +187,7 @@ class PeerServer:
 
     def _log_rejection(self, host: str, name: str) -> None:
         # A line for every request would let a stranger fill the disk.
-        count = self._rejections.count()
-        if count is not None:
+        if count := self._rejections.count():
             log.warning(
                 "Rejected a request for the global state from %s, who says to be %r: no valid "
                 "token. Rejected since the last such line: %d",

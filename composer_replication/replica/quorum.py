@@ -165,11 +165,7 @@ def other_settings(reports: MemberReports, own_name: str) -> dict[str, str]:
         SettingsMismatch: This member is one of them.
     """
 
-    def order(name: str) -> tuple[bool, int]:
-        report = reports[name]
-        return report.previous is None, -report.step
-
-    run = min(reports, key=order)
+    run = min(reports, key=lambda name: (reports[name].previous is None, -reports[name].step))
     settings = {name: report.settings for name, report in reports.items()}
     return compare_groups(settings, own_name, run)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from composer_replication.options import DuplicateIdError
 from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
-from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.peer_client import PeerClient
 from composer_replication.replica.quorum import (
     MemberReport,
     MemberReports,
@@ -328,7 +328,7 @@ class QuorumMember:
             return False
         board = reports[first].board
         with suppress(OSError):  # it has died, and will soon be out of the quorum
-            Notices(board, self.tokens, CONNECT_TIMEOUT_S).read(())
+            PeerClient(self.tokens, "", CONNECT_TIMEOUT_S).ask(board, "read")
             host, _, _ = board.rpartition(":")
             self._reject(
                 DuplicateIdError(

@@ -25,9 +25,13 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def _is_alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 def broadcast(value: Any) -> Any:
     """Give every rank of the group the value of rank 0. With several ranks it is a collective."""
-    if not dist.is_initialized():
+    if _is_alone():
         return value
     values = [value]
     dist.broadcast_object_list(values, src=0)
@@ -36,7 +40,7 @@ def broadcast(value: Any) -> Any:
 
 def gather(value: Any) -> list[Any]:
     """Return the values of all ranks of the group. With several ranks it is a collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if _is_alone():
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -57,7 +61,7 @@ def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
     """
     answer: Any = None
     error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if _is_alone() or dist.get_rank() == 0:
         try:
             answer = ask()
         except Exception as raised:

@@ -6,15 +6,24 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from composer_replication.replica.addresses import does_answer
-from composer_replication.replica.peer_client import Notices
 from composer_replication.replica.quorum import group_name
 
 log = logging.getLogger(__name__)
+
+Board = Callable[..., Any]
+"""``PeerClient.ask`` of one member's server, which keeps notices: ``post`` one under a key, or
+``read`` those of some keys, as a dict. It raises a PeerError if the server cannot be reached.
+
+torch's TCPStore could hold them. But its client looks up the host name of every address that it
+connects to, which takes seconds where no name server answers. Its calls have no time limit, so a
+stopped member would stop every member that asks it. And it writes stack traces to stderr when a
+peer has gone.
+"""
 
 
 def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float) -> tuple[str, ...]:
@@ -44,7 +53,7 @@ class Rendezvous:
     cannot reach the first member's board.
 
     Args:
-        boards: The notices of each member, by the lighthouse's name of the member, in the order of
+        boards: Those of all members, by the lighthouse's name of the member, in the order of
             the quorum.
         own_name: The name of this member.
         number: The connection's number, different from that of any other.
@@ -56,7 +65,7 @@ class Rendezvous:
 
     def __init__(
         self,
-        boards: Mapping[str, Notices],
+        boards: Mapping[str, Board],
         own_name: str,
         number: int,
         limit_s: float,
@@ -77,7 +86,7 @@ class Rendezvous:
         for name, board in self._boards.items():
             if name not in unreachable:
                 try:
-                    board.post(self._declined, declining or self._own_name)
+                    board("post", self._declined, declining or self._own_name)
                 except OSError:
                     continue  # that member has left meanwhile
 
@@ -92,11 +101,11 @@ class Rendezvous:
         looked = began
         first = next(iter(self._boards.values()))
         own = self._boards[self._own_name]
-        first.post(self._answers[self._own_name], "yes")
+        first("post", self._answers[self._own_name], "yes")
         while True:
             # The declining member may not reach the first member's board.
-            answers = own.read([self._declined])
-            answers |= first.read([*self._answers.values(), self._declined])
+            answers = own("read", self._declined)
+            answers |= first("read", self._declined, *self._answers.values())
             declining = answers.get(self._declined)
             if declining is not None:
                 self.decline((), declining)
@@ -122,7 +131,7 @@ class Rendezvous:
         """Find a member that has died since its address was tried. One that is slow answers."""
         for name in missing:
             try:
-                self._boards[name].read([])
+                self._boards[name]("read")
             except OSError as error:
                 self.decline([name])
                 raise ConnectionError(
@@ -144,14 +153,14 @@ class SyncAlarm:
     limit of a request, and with it signals.
 
     Args:
-        notices: The notices on the first member's board.
+        board: The first member's.
         number: The connection's number, different from that of any other.
     """
 
     POLL_S = 0.25
 
-    def __init__(self, notices: Notices, number: int) -> None:
-        self._notices = notices
+    def __init__(self, board: Board, number: int) -> None:
+        self._board = board
         self._key = f"alarm/{number}"
         self._raised_at: float | None = None
         self._asked_at = 0.0
@@ -163,7 +172,7 @@ class SyncAlarm:
             if time.monotonic() - self._asked_at > 4 * self.POLL_S:
                 continue  # no thread waits for a collective: a group in training sends no requests
             try:
-                is_raised = bool(self._notices.read([self._key]))
+                is_raised = bool(self._board("read", self._key))
             except Exception as error:  # without this thread the group would wait for its timeout
                 _log_unusable(error)
                 is_raised = True
@@ -181,7 +190,7 @@ class SyncAlarm:
 
     def _post(self) -> None:
         try:
-            self._notices.post(self._key, "raised")
+            self._board("post", self._key, "raised")
         except Exception as error:
             _log_unusable(error)
 

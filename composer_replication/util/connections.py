@@ -52,8 +52,7 @@ class Strangers:
     def add(self, connection: socket.socket, host: str) -> None:
         """Add a connection from a host; make room for it."""
         with self._lock:
-            if len(self._hosts) >= self._most:
-                self._hosts = {c: h for c, h in self._hosts.items() if c.fileno() >= 0}  # open ones
+            self._hosts = {c: h for c, h in self._hosts.items() if c.fileno() >= 0}  # open ones
             if len(self._hosts) >= self._most:
                 [(greediest, _)] = Counter(self._hosts.values()).most_common(1)
                 oldest = next(c for c, h in self._hosts.items() if h == greediest)
@@ -77,17 +76,20 @@ class RateLimitedCount:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # connections have threads of their own
-        self._count, self._logged_at = 0, -LOG_EVERY_S
+        self._count = 0
+        self._logged_at = -LOG_EVERY_S
 
-    def count(self) -> int | None:
+    def count(self) -> int:
         """Count one event.
 
         Returns:
-            How many events there have been since the last line, if a new line is due; else None.
+            How many events there have been since the last line, if a new line is due; else 0.
         """
         with self._lock:
             self._count += 1
             if time.monotonic() - self._logged_at < LOG_EVERY_S:
-                return None
-            count, self._count, self._logged_at = self._count, 0, time.monotonic()
+                return 0
+            count = self._count
+            self._count = 0
+            self._logged_at = time.monotonic()
             return count

@@ -17,20 +17,18 @@ class Curve:
     """Evenly spaced points of a curve and its newest one, without those that a resume repeated.
 
     However long it gets, it holds at most ``MAX_POINTS``.
+
+    Attributes:
+        points: The points in their order: rows of a place and a value.
     """
 
     def __init__(self) -> None:
         self._every = 1
-        self._points: list[tuple[int, Any]] = []
-
-    @property
-    def points(self) -> list[tuple[int, Any]]:
-        """The points in their order: rows of a place and a value."""
-        return [*self._points]
+        self.points: list[tuple[int, Any]] = []
 
     def add(self, at: int, value: Any) -> None:
         """Add the value at a place. It replaces those of this place and of later ones."""
-        points = self._points
+        points = self.points
         while points and points[-1][0] >= at:
             points.pop()
         # The newest one until now stays if it is as far from the one before as all others.

@@ -39,12 +39,13 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        _warn_once(f"{path} is ignored: it cannot be read ({error})")
-        return {}
-    if not isinstance(content, dict):
-        _warn_once(f"{path} is ignored: it holds {content!r:.40}, which is no JSON object")
-        return {}
-    return content
+        what = f"cannot be read ({error})"
+    else:
+        if isinstance(content, dict):
+            return content
+        what = f"holds {content!r:.40}, which is no JSON object"
+    _warn_once(f"{path} is ignored: it {what}")
+    return {}
 
 
 @functools.lru_cache(1000)
@@ -138,7 +139,7 @@ class JsonLineWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.num_lost = 0
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
 
     @property
     def num_waiting(self) -> int:
@@ -147,10 +148,8 @@ class JsonLineWriter:
 
     def append(self, line: dict[str, Any]) -> None:
         """Add a line for ``flush`` to write. Above ``MAX_WAITING`` the oldest is dropped."""
+        self.num_lost += len(self._waiting) == MAX_WAITING
         self._waiting.append(json.dumps(line).encode() + b"\n")
-        if len(self._waiting) > MAX_WAITING:
-            self._waiting.popleft()
-            self.num_lost += 1
 
     def flush(self, *, survives_power_cut: bool = False) -> None:
         """Write the lines that are in memory, in order.
@@ -167,7 +166,8 @@ class JsonLineWriter:
         with naming(self.path), self.path.open("ab+", buffering=0) as file:
             # Another writer may have been killed in the middle of a line.
             end = file.seek(0, os.SEEK_END)
-            if end and (file.seek(end - 1), file.read(1))[1] != b"\n":
+            file.seek(max(0, end - 1))
+            if file.read() not in (b"", b"\n"):
                 _append_whole(file, b"\n")
             while self._waiting:
                 _append_whole(file, self._waiting[0])

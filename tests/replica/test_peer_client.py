@@ -12,7 +12,6 @@ from strange_servers import strange_server
 from composer_replication.replica.addresses import listen
 from composer_replication.replica.heal.donor import Offer, Part
 from composer_replication.replica.peer_client import (
-    Notices,
     PeerClient,
     PeerError,
     proof,
@@ -158,5 +157,5 @@ def test_a_server_that_has_ended_is_not_asked_again():
         port = listener.getsockname()[1]
     began = time.monotonic()
     with pytest.raises(PeerError, match="ConnectionRefusedError"):
-        Notices(f"127.0.0.1:{port}", ["secret"], 60.0).read(["a"])
+        PeerClient(["secret"], "", 60.0).ask(f"127.0.0.1:{port}", "read", "a")
     assert time.monotonic() - began < 30

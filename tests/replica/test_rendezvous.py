@@ -5,13 +5,14 @@ An alarm reaches all members of a connection; a broken collective is not waited 
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
 
 from composer_replication.replica.interruptible_manager import InterruptibleWork
-from composer_replication.replica.peer_client import Notices
+from composer_replication.replica.peer_client import PeerClient
 from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm
 
 NAMES = ["a:1", "b:1", "c:1"]
@@ -23,8 +24,9 @@ def boards(start_server):
 
 
 def rendezvous(boards, own, number=1, limit_s=20.0):
-    notices = {name: Notices(address, ["secret"], 2.0) for name, address in boards.items()}
-    return Rendezvous(notices, own, number, limit_s)
+    client = PeerClient(["secret"], "", 2.0)
+    asks = {name: partial(client.ask, address) for name, address in boards.items()}
+    return Rendezvous(asks, own, number, limit_s)
 
 
 def meet(boards, declining=None, cannot_reach=(), number=1):
@@ -96,7 +98,11 @@ def board(start_server):
 
 
 def members(board, number, count=3):
-    return [SyncAlarm(Notices(board, ["secret"], 5.0), number) for _ in range(count)]
+    return [alarm_of(board, number) for _ in range(count)]
+
+
+def alarm_of(board, number):
+    return SyncAlarm(partial(PeerClient(["secret"], "", 5.0).ask, board), number)
 
 
 def wait_until_raised(alarm):
@@ -129,21 +135,19 @@ def test_a_member_that_comes_to_listen_later_hears_it_too(board):
 @pytest.mark.slow
 def test_the_end_of_the_first_member_is_an_alarm(start_server):
     first = start_server()
-    alarm = SyncAlarm(Notices(first.address, ["secret"], 5.0), 1)
+    alarm = alarm_of(first.address, 1)
     stays_silent([alarm])
     first.close()
     wait_until_raised(alarm)
 
 
-class OddNotices:
-    """Notices of a board that answers what nobody has foreseen."""
-
-    def read(self, keys):
-        raise TypeError("a number is not iterable")
+def odd_board(*request):
+    """It answers what nobody has foreseen."""
+    raise TypeError("a number is not iterable")
 
 
 def test_an_odd_answer_of_the_board_is_an_alarm_too_and_is_logged(caplog):
-    wait_until_raised(SyncAlarm(OddNotices(), 1))
+    wait_until_raised(SyncAlarm(odd_board, 1))
     assert "first member: TypeError: a number is not iterable" in caplog.text
 
 

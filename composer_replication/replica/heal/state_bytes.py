@@ -31,19 +31,6 @@ HASH_CHUNK = 1 << 24
 _LENGTH = struct.Struct("<Q")
 
 
-class NotAState(PeerError):
-    """Bytes of a peer that ``dump`` has not made.
-
-    Args:
-        reason: What is wrong with them.
-    """
-
-    def __init__(self, reason: object) -> None:
-        super().__init__(
-            f"a peer's state is rejected, it is more than tensors and plain containers: {reason}"
-        )
-
-
 def memory(num_bytes: int) -> memoryview:
     """Allocate memory for a state of this size."""
     return memoryview(fresh_pages(num_bytes))[:num_bytes]
@@ -98,7 +85,7 @@ def load(body: memoryview) -> Any:
         body: All parts, one after the other. The tensors are views of this memory.
 
     Raises:
-        NotAState: The bytes are something else.
+        PeerError: The bytes are something else.
     """
     described: list[Tensor] = []
 
@@ -113,12 +100,15 @@ def load(body: memoryview) -> Any:
         head_end = _LENGTH.size + size
         head = io.BytesIO(body[_LENGTH.size : head_end])
         content = tree_map_only(Tensor, collect, torch.load(head, weights_only=True))
+        *starts, end = _layout(head_end, described)
+        if end != len(body):
+            raise ValueError(f"it has {len(body)} bytes, and its head speaks of {end}")
     except Exception as error:  # torch's own text is a page of advice; its cause is one line
         reason = str(error.__cause__ or error) or type(error).__name__
-        raise NotAState(reason.splitlines()[0]) from error
-    *starts, end = _layout(head_end, described)
-    if end != len(body):
-        raise NotAState(f"it has {len(body)} bytes, and its head speaks of {end}")
+        raise PeerError(
+            "a peer's state is rejected, it is more than tensors and plain containers: "
+            f"{reason.splitlines()[0]}"
+        ) from error
     parts = map(functools.partial(_part, body), starts, described)
     return tree_map_only(Tensor, lambda _: next(parts), content)
 

@@ -7,7 +7,7 @@ import torch
 
 from composer_replication.replica.heal.state_bytes import (
     HASH_CHUNK,
-    NotAState,
+    PeerError,
     digest_of_bytes,
     dump,
     load,
@@ -96,7 +96,7 @@ def _with_real_tensor():
     ],
 )
 def test_other_bytes_are_refused(body):
-    with pytest.raises(NotAState):
+    with pytest.raises(PeerError):
         load(memoryview(bytearray(body)))
 
 

@@ -1,0 +1,43 @@
+"""The ranks of a group read the same leases, which rank 0 asks for.
+
+Run: pytest tests/integration/test_ranks_of_leases.py. Real: processes and torch.distributed. The
+coordinator is a function.
+"""
+
+import time
+
+import pytest
+import torch.distributed as dist
+from harness.processes import run_groups
+
+from composer_replication.coordinator.wire_types import DatasetSpec, Lease
+from composer_replication.data import sample_stream
+
+pytestmark = pytest.mark.integration
+
+
+def read(process, folder, away_s):
+    """All that a rank reads of a stream, whose coordinator answers late and to one rank alone."""
+    process.of_rank(folder, 2, timeout_s=4.0)
+    sample_stream.POLL_S = 0.1
+
+    def lease(number, epoch):
+        time.sleep(away_s)
+        if number or dist.get_rank():  # its state is lost, and with it the stream
+            return Lease(number, epoch, 0, 0, 0, 0, is_open=False)
+        return Lease(number, epoch, 0, 0, 10, 0)
+
+    spec = DatasetSpec("numbers", 20, seed=0, unit_size=10, shuffle=False)
+    reader = sample_stream.StreamReader(spec, lease, sample_stream.StreamPosition())
+    return reader.read(20, 0), reader.read(20, 0), reader.is_closed
+
+
+def test_a_coordinator_that_loses_its_state_between_two_answers_parts_no_ranks(tmp_path):
+    expected = ([*range(10)], [], True)
+    assert run_groups(read, 2, folder=str(tmp_path), away_s=0.0) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_ranks_wait_longer_for_the_coordinator_than_a_collective_may_take(tmp_path):
+    expected = ([*range(10)], [], True)
+    assert run_groups(read, 2, folder=str(tmp_path), away_s=6.0) == [expected] * 2
