@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +115,8 @@ class StreamReader:
     def _answer(self) -> Lease | None:
         """The lease that rank 0 has asked for; None if there is no answer yet."""
         assert self._next is not None, "rank 0 has asked"
-        with contextlib.suppress(TimeoutError):
-            return self._next.result(POLL_S)
+        is_there = wait([self._next], timeout=POLL_S).done
+        return self._next.result() if is_there else None
 
 
 class FixedShards:
