@@ -9,7 +9,7 @@ import math
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -134,47 +134,20 @@ def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[tuple[list[int], s
     Args:
         rows: The valid rows by rank in the quorum. At least one.
     """
-    steps = {rank: row.outer_step for rank, row in rows.items()}
-    yield from _compare(rows, steps, "the outer step")
+    held = {"the outer step": {rank: row.outer_step for rank, row in rows.items()}}
     num_fragments = len(next(iter(rows.values())).digests)
     for fragment in range(num_fragments):
-        sent = {}
+        digests = held.setdefault(f"the global parameters of {fragment=}", {})
         for rank, row in rows.items():
             if row.digests[fragment]:  # a group for which no digest was due has sent none
-                sent[rank] = row.digests[fragment]
-        yield from _compare(rows, sent, f"the global parameters of {fragment=}")
-
-
-def _compare(
-    rows: Mapping[int, PeerRow],
-    held: Mapping[int, int],
-    what: str,
-) -> Iterator[tuple[list[int], str]]:
-    if len(set(held.values())) < 2:
-        return
-    # A group that has just been healed holds a copy, which is no evidence of what is right.
-    trusted = [value for rank, value in held.items() if not rows[rank].was_healed]
-    most, count = Counter(trusted or held.values()).most_common(1)[0]
-    ranks = [*held]
-    if 2 * count > len(trusted):  # there is a majority
-        ranks = [rank for rank, value in held.items() if value != most]
-    yield ranks, what
-
-
-def equal_samples(
-    rows: Mapping[int, PeerRow],
-    own_rank: int,
-    names: Sequence[str],
-) -> tuple[str, ...]:
-    """The groups whose first batches are equal to this group's, and its own; empty if none are.
-
-    Args:
-        rows: The valid rows by rank in the quorum.
-        own_rank: This group's rank.
-        names: The names of the groups in the order of their ranks.
-    """
-    own = rows[own_rank].batches if own_rank in rows else 0
-    if not own:
-        return ()
-    same = [names[rank] for rank, row in rows.items() if row.batches == own]
-    return tuple(same) if len(same) > 1 else ()
+                digests[rank] = row.digests[fragment]
+    for what, values in held.items():
+        if len(set(values.values())) < 2:
+            continue
+        # A group that has just been healed holds a copy, which is no evidence of what is right.
+        trusted = [value for rank, value in values.items() if not rows[rank].was_healed]
+        most, count = Counter(trusted or values.values()).most_common(1)[0]
+        ranks = [*values]
+        if 2 * count > len(trusted):  # there is a majority
+            ranks = [rank for rank, value in values.items() if value != most]
+        yield ranks, what

@@ -78,8 +78,8 @@ class Stopped(Exception):
 
 
 Sent = dict[int, Tensor]
-"""The tensors of one collective by member. Nothing is added after a failure, so those of all members
-are there only if the collective has succeeded."""
+"""The tensors of one collective by member. Nothing is added after a failure, so all members' are
+there only if the collective has succeeded."""
 
 
 @dataclass
