@@ -236,7 +236,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         has_trained = self._backwards > 0 and not self.settings.fragment_update_alpha
         if self._others_have_stepped or (self.inner_steps and not has_trained):
             return
-        unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.has_more)
+        unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.inner_steps)
         if any(globals_.has_moved() for globals_ in unmoved):
             raise self._uncounted()
 
@@ -410,7 +410,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     @property
     def has_unsynced_steps(self) -> bool:
         """Whether a fragment has inner steps that are not in the global parameters yet."""
-        return any(fragment.unsynced.has_more for fragment in self._outer.fragments)
+        return any(fragment.unsynced.inner_steps for fragment in self._outer.fragments)
 
     @property
     def ledger(self) -> Ledger:

@@ -119,7 +119,7 @@ class OuterLoop:
     def count_other_steps(self) -> None:
         """Have the next sync send fragments without inner steps too: others have moved them."""
         for fragment in self.fragments:
-            if not fragment.unsynced.has_more:
+            if not fragment.unsynced.inner_steps:
                 fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
     def prepare_sync(self) -> None:
@@ -167,9 +167,10 @@ class OuterLoop:
 
     def _leaves_steps(self, fragment: FragmentSync) -> bool:
         """Whether inner steps remain to be sent after this fragment, which is sent next."""
-        return fragment.unsynced.has_more_than_unsent or any(
-            each.unsynced.has_more for each in self.fragments if each is not fragment
-        )
+        steps = [each.unsynced.inner_steps for each in self.fragments]
+        sent = fragment.unsent or fragment.unsynced
+        steps[fragment.fragment_id] -= sent.inner_steps
+        return any(steps)
 
     def perform_sync(self) -> FragmentSync:
         """Wait for the mean, vote, and on commit take the outer step. Returns the fragment."""
@@ -226,7 +227,7 @@ class OuterLoop:
         if fragment.is_joining and self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
-            fragment.restore(fragment.unsynced.unsent)
+            fragment.restore(fragment.unsent)
             self.clock.read()
             self._steps_since_sync = 0
         else:
@@ -409,7 +410,7 @@ class OuterLoop:
         self._end_sync_early()
         while self._steps_since_sync or not self.result.is_over:
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
-            if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
+            if is_alone and not any(fragment.unsynced.inner_steps for fragment in self.fragments):
                 break
             self.sync(Role.ENDS)
         self.ends_with_next_step = False
