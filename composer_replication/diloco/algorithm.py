@@ -275,7 +275,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def _join(self) -> None:
         with self._outer.clock.blocking():
-            self.has_joined_others = join(self._outer, self.options, self._start_refusal)
+            self.has_joined_others = join(self._outer, self._start_refusal)
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
                 # time in all groups.

@@ -19,7 +19,6 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import GroupMetrics, UsualPace
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
-from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
@@ -218,12 +217,6 @@ class FragmentSync:
             self._works = [*works, table]
         self.phase = Phase.SENT
 
-    def samples(self) -> SyncedSamples:
-        """How far this group's sample stream is in the model once this sync has committed."""
-        return self._state.ledger.send(
-            self.fragment_id, self.packed.position, self.mean.contribution > 0
-        )
-
     def metrics(self, step_s: float) -> GroupMetrics:
         """Return this group's metrics of what is packed.
 
@@ -354,14 +347,6 @@ class FragmentSync:
         unsynced.inner_steps -= packed.inner_steps
         unsynced.samples -= packed.samples
         unsynced.learning_rates -= packed.learning_rates
-
-    def take_global(self) -> None:
-        """Continue from the global parameters, and drop what was trained here since the last sync.
-
-        With shares it is a collective of the group's ranks.
-        """
-        self.globals.write_back()
-        self.forget_local()
 
     def forget_local(self) -> None:
         """Send nothing of what this group has trained since the last sync."""

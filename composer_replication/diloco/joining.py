@@ -13,7 +13,6 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.retry import StartBarrier
 from composer_replication.diloco.torchft_api import STATE_NAME
-from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ PREPARATIONS = 3
 """How often a joiner prepares for the others' next sync, if they sync before it is ready."""
 
 
-def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
+def join(loop: OuterLoop, start_refusal: str | None) -> bool:
     """Obtain the global state before the first inner step, without contributing.
 
     At a cold start no group has a global state: all wait for each other and take the initial
@@ -31,7 +30,6 @@ def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) ->
 
     Args:
         loop: The outer loop of this group.
-        options: This group's options: how a cold start waits for the others.
         start_refusal: Why this group must not begin the run. None: it may.
 
     Returns:
@@ -44,13 +42,14 @@ def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) ->
     """
     try:
         _prepare(loop)
-        return _join(loop, options, start_refusal)
+        return _join(loop, start_refusal)
     finally:
         loop.state.forget_staged()  # does nothing if a heal has used it
 
 
-def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
+def _join(loop: OuterLoop, start_refusal: str | None) -> bool:
     manager = loop.manager
+    options = loop.options
     device = loop.fragments[0].device
     barrier = StartBarrier(manager, options, start_refusal)
     manager.start_quorum()
@@ -62,7 +61,9 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
                 return False
         else:
             if manager.num_participants() > 1 or options.num_awaited == 1:
-                loop.sync_in_quorum(Role.JOINS)
+                loop.role = Role.JOINS
+                loop.prepare_sync()
+                loop.end_sync()
                 if not loop.result.are_all_joining:
                     loop.state.ledger.stop_reading()  # resumed steps may be lost in part
                     return True
@@ -121,7 +122,7 @@ def share_initial_parameters(loop: OuterLoop) -> bool:
             if mean.finish():
                 fragment.globals.flat.copy_(fragment.globals.unpack(mean))
                 fragment.globals.take_buffers(fragment.globals.averaged_buffers)
-            fragment.take_global()
+            fragment.globals.write_back()
     log.info("Started with %d replica groups", manager.num_participants())
     loop.clock.read()  # the wait for the start belongs to no sync
     return True

@@ -43,7 +43,7 @@ class OuterLoop:
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state of all fragments.
-        options: This group's options.
+        options: This group's options, as ``options``.
         inner_optimizers: Train the model; the steps of the first one are counted.
         hang_watch: Allows a sync the time for which it may wait for others.
 
@@ -71,7 +71,7 @@ class OuterLoop:
     ) -> None:
         self.manager = manager
         self.state = state
-        self._options = options
+        self.options = options
         self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, manager.longest_wait_s)
         self.round_length = RoundLength(state.settings)
@@ -160,9 +160,11 @@ class OuterLoop:
             was_healed=self.state.was_healed,
             outer_step=self.state.outer_step,
             metrics=metrics,
-            samples=fragment.samples(),
+            samples=self.state.ledger.send(
+                fragment.fragment_id, fragment.packed.position, metrics.contribution > 0
+            ),
             batches=self.first_batches.number() if metrics.contribution else 0,
-            digests=self.state.digests_to_compare(self._options.digest_every),
+            digests=self.state.digests_to_compare(self.options.digest_every),
         )
 
     def _leaves_steps(self, fragment: FragmentSync) -> bool:
@@ -199,15 +201,10 @@ class OuterLoop:
 
     def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
-        with self.clock.blocking():
-            self.manager.start_quorum()
-            self.sync_in_quorum(role)
-
-    def sync_in_quorum(self, role: Role) -> None:
-        """Run one sync whose quorum has been formed, and retry it until it commits."""
         self.role = role
-        self.prepare_sync()
-        self.end_sync()
+        with self.clock.blocking():
+            self.send()
+            self.end_sync()
 
     def finish_sync(self, fragment: FragmentSync) -> None:
         """Retry the sync until it commits, then report it.
@@ -218,13 +215,13 @@ class OuterLoop:
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        retries = SyncRetries(self.manager, self.state, self._options.give_up_after_s)
+        retries = SyncRetries(self.manager, self.state, self.options.give_up_after_s)
         while fragment.phase is not Phase.COMMITTED:
             fragment = self._retry(retries)
         self.manager.asks_to_gather = False
         fragment.end()
         self.set_torchft_step()
-        if fragment.is_joining and self.result.are_all_joining:
+        if self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
             fragment.restore(fragment.unsent)
@@ -279,7 +276,7 @@ class OuterLoop:
         drops_steps = self.role is not Role.JOINS and self._steps_lost > 0
         if not (moved or self.role is Role.TRAINS or drops_steps):
             return
-        has_digest = self.state.digest_is_due(self._options.digest_every)
+        has_digest = self.state.digest_is_due(self.options.digest_every)
         report = report_of(
             fragment,
             seconds,
@@ -358,7 +355,7 @@ class OuterLoop:
     def _take_global(self, fragments: Sequence[FragmentSync]) -> None:
         """Continue from the global parameters. With shares a collective of the group's ranks."""
         for fragment in fragments:
-            fragment.take_global()
+            fragment.globals.write_back()
         self.state.ledger.stop_reading()
 
     def _state_for_joiner(self) -> dict[str, Any]:
@@ -380,9 +377,6 @@ class OuterLoop:
         self._forget_local(self.fragments)
         self.has_healed = True
         self._has_unfinished_heal = True
-        # A single rank need not wait until others have healed too.
-        if self.fragments[0].globals.division.num_ranks == 1:
-            self.finish_heal()
 
     def finish_heal(self) -> bool:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
@@ -415,7 +409,8 @@ class OuterLoop:
             self.sync(Role.ENDS)
         self.ends_with_next_step = False
         for fragment in self.fragments:
-            fragment.take_global()
+            fragment.forget_local()
+            fragment.globals.write_back()
 
     def sync_idle(self) -> None:
         """Take part in the others' next sync, with the inner steps since the last one.
