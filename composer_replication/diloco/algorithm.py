@@ -276,6 +276,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def _join(self) -> None:
         with self._outer.clock.blocking():
             self.has_joined_others = join(self._outer, self._start_refusal)
+            self._state.forget_staged()  # does nothing if a heal has used it
             if self.has_joined_others:
                 # The others apply this sync after the delay: this puts the next sync at the same
                 # time in all groups.

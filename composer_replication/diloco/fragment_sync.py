@@ -266,11 +266,15 @@ class FragmentSync:
 
     def perform_sync(self) -> None:
         """Wait for the mean, vote, and on commit take the outer step."""
-        with get_stream_context(self._stream):
-            for work in self._works:
-                work.wait()
-        if self._stream is not None:
-            self._stream.synchronize()
+        try:
+            with get_stream_context(self._stream):
+                for work in self._works:
+                    work.wait()
+            if self._stream is not None:
+                self._stream.synchronize()
+        except BaseException as error:  # Ctrl-C too: peers would wait until their timeout
+            self._manager.report_error(error)
+            raise
         if self.phase is Phase.SENT:
             self.result = self._works[-1].result
             if self.result.rows:

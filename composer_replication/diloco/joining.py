@@ -40,17 +40,10 @@ def join(loop: OuterLoop, start_refusal: str | None) -> bool:
         SettingsMismatch: This group's settings differ from the others'.
         NothingToContinueFromError: All groups are connected, and none may begin the run.
     """
-    try:
-        _prepare(loop)
-        return _join(loop, start_refusal)
-    finally:
-        loop.state.forget_staged()  # does nothing if a heal has used it
-
-
-def _join(loop: OuterLoop, start_refusal: str | None) -> bool:
     manager = loop.manager
     options = loop.options
     device = loop.fragments[0].device
+    _prepare(loop)
     barrier = StartBarrier(manager, options, start_refusal)
     manager.start_quorum()
     while True:

@@ -178,12 +178,7 @@ class OuterLoop:
         """Wait for the mean, vote, and on commit take the outer step. Returns the fragment."""
         fragment = self.in_flight
         assert fragment is not None, "it was prepared"
-        try:
-            fragment.perform_sync()
-        except BaseException as error:
-            if fragment.phase is Phase.SENT:  # it failed before the vote
-                self.manager.report_error(error)
-            raise
+        fragment.perform_sync()
         self.result = fragment.result
         self.clock.vote_over()
         return fragment
