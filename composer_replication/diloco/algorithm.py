@@ -144,13 +144,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._manager = cast(Manager, manager)
         self._local_optimizer = self._inner_optimizers[0]
         self._hooks: list[RemovableHandle] = []
-        synced = [global_parameters.live for global_parameters in owned]
-        self._watched = WatchedModel(model_fragments, synced)
+        self._watched = WatchedModel(model_fragments, fragments)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
-            "model": model_fingerprint(synced),
+            "model": model_fingerprint(fragments),
         }
-        give_settings(manager, synced, fingerprint)
+        give_settings(manager, fragments, fingerprint)
         self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(options.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
@@ -258,11 +257,10 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         except BaseException:
             self.hang_watch.stop()
             raise
-        self._hooks += [
-            self._local_optimizer.register_step_pre_hook(self._step_pre_hook),
-            self._local_optimizer.register_step_post_hook(self._step_post_hook),
-        ]
-        for other in self._inner_optimizers[1:]:
+        first, *others = self._inner_optimizers
+        self._hooks.append(first.register_step_pre_hook(self._step_pre_hook))
+        self._hooks.append(first.register_step_post_hook(self._step_post_hook))
+        for other in others:
             self._hooks.append(other.register_step_post_hook(self._note_other_step))
         trained: list[Tensor] = []
         for fragment in self._outer.fragments:

@@ -206,13 +206,15 @@ class SharedBuffer:
             )
             self._alive.add(replica_id)
 
-    def leave(self, replica_id: int) -> None:
+    def leave(self, replica_id: int, *, restarts: bool = False) -> None:
         """Remove a replica that has finished, was killed, or failed.
 
-        Open collectives of its quorum fail, and the next quorum no longer waits for it.
+        Open collectives of its quorum fail, and the next quorum no longer waits for it, unless it
+        restarts.
         """
         with self._changed:
-            self._alive.discard(replica_id)
+            if not restarts:
+                self._alive.discard(replica_id)
             if replica_id in self._quorum.requests:
                 self._quorum.connection.is_broken = True
             self._form_quorum()
@@ -326,11 +328,6 @@ class SharedBuffer:
             if len(sent) < len(members):
                 return None
             return [sent[member] for member in members]
-
-    def rejoin(self, replica_id: int) -> None:
-        """Count a replica that was killed among the live ones again."""
-        with self._changed:
-            self._alive.add(replica_id)
 
     def break_connection(self, connection: Connection) -> None:
         """Fail the open collectives of this connection in every member."""
