@@ -221,9 +221,9 @@ class OuterLoop:
             # sent, unless the group has taken over the state of another one: it has dropped it.
             fragment.restore(fragment.unsent)
             self.clock.read()
-            self._steps_since_sync = 0
         else:
             self._account(fragment, retries.count)
+        self._steps_since_sync = 0
         self.role = Role.TRAINS
 
     def _retry(self, retries: SyncRetries) -> FragmentSync:
@@ -265,7 +265,6 @@ class OuterLoop:
             self._recover(fragment)
         seconds = self.clock.read()
         self._choose_round_length(seconds)
-        self._steps_since_sync = 0
         # A cold start, a resume of all groups and an end make no outer step. There is nothing to
         # report of them, but for the steps that the run's last sync drops.
         drops_steps = self.role is not Role.JOINS and self._steps_lost > 0

@@ -244,8 +244,10 @@ class SharedBuffer:
             before = self._quorum
             self._requests[replica_id] = request
             # From here on a quorum waits for the late replicas whose step has been reached.
-            self._alive |= {late for late, due in self._late.items() if due <= request.step}
-            self._late = {late: due for late, due in self._late.items() if due > request.step}
+            due = [late for late, step in self._late.items() if step <= request.step]
+            self._alive.update(due)
+            for late in due:
+                del self._late[late]
             self._form_quorum()
             self._changed.notify_all()
             self._wait_until(
