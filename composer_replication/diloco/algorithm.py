@@ -155,8 +155,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._outer = OuterLoop(
             manager, self._state, options, self._inner_optimizers, self.hang_watch
         )
-        self._steps_left = self._outer.steps_before_sync
-        """Inner steps until the next outer step."""
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
@@ -190,26 +188,16 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._watched.put_buffers_back()
         self._outer.count_inner_step(samples)
         self._manager.allow_state_dict_read()
-        self._steps_left -= 1
         with self._outer.clock.blocking():
-            if self._steps_left == self.settings.fragment_sync_delay:
+            if self._outer.steps_left == self.settings.fragment_sync_delay:
                 self._outer.send()
-            if self._steps_left == 0:
+            if self._outer.steps_left == 0:
                 self._outer.end_sync()
-                self._begin_turn()
 
     def _note_other_step(self, *step: Any) -> None:
         if self.counts_steps:
             self._others_have_stepped = True
             self._backwards = 0
-
-    def _begin_turn(self, late_by: int = 0) -> None:
-        """Set the inner steps until the next outer step by the schedule, and by this group's pace.
-
-        Args:
-            late_by: How many inner steps after the others this group begins.
-        """
-        self._steps_left = self._outer.steps_before_sync + late_by
 
     # ---- weights that change without inner steps --------------------------------------------
 
@@ -253,7 +241,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Join the other groups, then count the inner optimizer's steps."""
         self.hang_watch.start()
         try:
-            self._join()
+            with self._outer.clock.blocking():
+                self.has_joined_others = join(self._outer, self._start_refusal)
+                self._state.forget_staged()  # does nothing if a heal has used it
         except BaseException:
             self.hang_watch.stop()
             raise
@@ -270,17 +260,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
             self._hooks.append(hook)
         return self
-
-    def _join(self) -> None:
-        with self._outer.clock.blocking():
-            self.has_joined_others = join(self._outer, self._start_refusal)
-            self._state.forget_staged()  # does nothing if a heal has used it
-            if self.has_joined_others:
-                # The others apply this sync after the delay: this puts the next sync at the same
-                # time in all groups.
-                self._begin_turn(late_by=self.settings.fragment_sync_delay)
-            elif self._outer.has_healed:
-                self._begin_turn()  # all are resuming, and this group's checkpoint was older
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
@@ -299,7 +278,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._check_counted()
         self._outer.sync_idle()
-        self._begin_turn(late_by=self.settings.fragment_sync_delay)
 
     def final_sync(self) -> None:
         """Synchronise the inner steps since the last syncs, and end on the global parameters.
@@ -320,7 +298,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 raise self._uncounted()
             self._outer.count_other_steps()
         self._outer.finish()
-        self._begin_turn()
 
     # ---- what the training loop reports -----------------------------------------------------
 
@@ -452,7 +429,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, write the state before the next
                 inner step; that saves host memory of twice the model's size.
         """
-        since_sync = self._outer.steps_before_sync - self._steps_left
+        since_sync = self._outer.steps_before_sync - self._outer.steps_left
         return saved_state(self._outer, copies=copies) | {"local_step": since_sync}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -466,10 +443,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         load_saved_state(state_dict, self._outer)
-        self._steps_left = self._outer.steps_before_sync - state_dict["local_step"]
+        steps_left = self._outer.steps_before_sync - state_dict["local_step"]
         # Under other settings than the checkpoint's, the schedule may not be between a sync's
         # quorum and its vote: the pseudo-gradient is then computed again.
         delay = self.settings.fragment_sync_delay
-        is_due = 0 < self._steps_left <= delay
+        is_due = 0 < steps_left <= delay
         if not load_in_flight(state_dict["in_flight"] if is_due else None, self._outer):
-            self._steps_left = max(self._steps_left, delay + 1)
+            steps_left = max(steps_left, delay + 1)
+        self._outer.steps_left = steps_left

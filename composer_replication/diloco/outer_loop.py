@@ -56,6 +56,7 @@ class OuterLoop:
         first_batches: Compared with the other groups' at this group's first sync.
         role: This group's in the sync, or in the next one of the schedule.
         inner_steps: Inner steps of this group since the run began.
+        steps_left: Inner steps until the next outer step.
         reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
         ends_with_next_step: Whether the next inner step is the last one.
         has_healed: Whether this group has taken over the global state since its last report.
@@ -87,6 +88,7 @@ class OuterLoop:
         self._steps_since_sync = 0
         self._has_unfinished_heal = False
         self.inner_steps = 0
+        self.steps_left = self.steps_before_sync
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = False
         self.has_healed = False
@@ -110,6 +112,7 @@ class OuterLoop:
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
+        self.steps_left -= 1
         self._steps_since_sync += 1
         self.role = Role.ENDS if self.ends_with_next_step else Role.TRAINS
         rate = learning_rate(*self._inner_optimizers)
@@ -223,6 +226,11 @@ class OuterLoop:
             self.clock.read()
         else:
             self._account(fragment, retries.count)
+            self.steps_left = self.steps_before_sync
+            if self.role in (Role.JOINS, Role.IDLES):
+                # The others take this outer step after the delay: this puts the next one at the
+                # same time in all groups.
+                self.steps_left += self.state.settings.fragment_sync_delay
         self._steps_since_sync = 0
         self.role = Role.TRAINS
 
@@ -402,6 +410,7 @@ class OuterLoop:
                 break
             self.sync(Role.ENDS)
         self.ends_with_next_step = False
+        self.steps_left = self.steps_before_sync
         for fragment in self.fragments:
             fragment.forget_local()
             fragment.globals.write_back()
