@@ -33,7 +33,7 @@ from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.diloco.wrapped import own_model, own_optimizers
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
@@ -109,7 +109,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     # takes them by name.
     def __init__(
         self,
-        manager: DiLoCoManager | Manager,
+        manager: DiLoCoManager,
         model_fragments: nn.Module | Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
@@ -122,7 +122,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     ) -> None:
         if settings.overlap_warning:
             warnings.warn(settings.overlap_warning, stacklevel=3)
-        manager = as_diloco_manager(manager)
         if manager._use_async_quorum:
             raise ValueError(
                 "the manager has use_async_quorum=True, and a sync needs the quorum's answer before"
