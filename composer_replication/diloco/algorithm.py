@@ -33,7 +33,7 @@ from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
 from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport
-from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_manager
+from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.diloco.wrapped import own_model, own_optimizers
 from composer_replication.options import ReplicaOptions
 from composer_replication.settings import DiLoCoSettings
@@ -109,7 +109,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     # takes them by name.
     def __init__(
         self,
-        manager: DiLoCoManager | Manager,
+        manager: DiLoCoManager,
         model_fragments: nn.Module | Sequence[nn.Module],
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
@@ -122,7 +122,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     ) -> None:
         if settings.overlap_warning:
             warnings.warn(settings.overlap_warning, stacklevel=3)
-        manager = as_diloco_manager(manager)
         if manager._use_async_quorum:
             raise ValueError(
                 "the manager has use_async_quorum=True, and a sync needs the quorum's answer before"
@@ -144,20 +143,17 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._manager = cast(Manager, manager)
         self._local_optimizer = self._inner_optimizers[0]
         self._hooks: list[RemovableHandle] = []
-        synced = [global_parameters.live for global_parameters in owned]
-        self._watched = WatchedModel(model_fragments, synced)
+        self._watched = WatchedModel(model_fragments, fragments)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
-            "model": model_fingerprint(synced),
+            "model": model_fingerprint(fragments),
         }
-        give_settings(manager, synced, fingerprint)
+        give_settings(manager, fragments, fingerprint)
         self._state = GlobalState(owned, fingerprint, settings)
         self.hang_watch = HangWatch(options.hang_timeout_s or HANG_TIMEOUT_S)
         self._outer = OuterLoop(
             manager, self._state, options, self._inner_optimizers, self.hang_watch
         )
-        self._steps_left = self._outer.steps_before_sync
-        """Inner steps until the next outer step."""
         self.counts_steps = True
         self.has_joined_others = False
         self._samples = 0
@@ -191,26 +187,16 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         self._watched.put_buffers_back()
         self._outer.count_inner_step(samples)
         self._manager.allow_state_dict_read()
-        self._steps_left -= 1
         with self._outer.clock.blocking():
-            if self._steps_left == self.settings.fragment_sync_delay:
+            if self._outer.steps_left == self.settings.fragment_sync_delay:
                 self._outer.send()
-            if self._steps_left == 0:
+            if self._outer.steps_left == 0:
                 self._outer.end_sync()
-                self._begin_turn()
 
     def _note_other_step(self, *step: Any) -> None:
         if self.counts_steps:
             self._others_have_stepped = True
             self._backwards = 0
-
-    def _begin_turn(self, late_by: int = 0) -> None:
-        """Set the inner steps until the next outer step by the schedule, and by this group's pace.
-
-        Args:
-            late_by: How many inner steps after the others this group begins.
-        """
-        self._steps_left = self._outer.steps_before_sync + late_by
 
     # ---- weights that change without inner steps --------------------------------------------
 
@@ -236,7 +222,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         has_trained = self._backwards > 0 and not self.settings.fragment_update_alpha
         if self._others_have_stepped or (self.inner_steps and not has_trained):
             return
-        unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.has_more)
+        unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.inner_steps)
         if any(globals_.has_moved() for globals_ in unmoved):
             raise self._uncounted()
 
@@ -254,15 +240,16 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Join the other groups, then count the inner optimizer's steps."""
         self.hang_watch.start()
         try:
-            self._join()
+            with self._outer.clock.blocking():
+                self.has_joined_others = join(self._outer, self._start_refusal)
+                self._state.forget_staged()  # does nothing if a heal has used it
         except BaseException:
             self.hang_watch.stop()
             raise
-        self._hooks += [
-            self._local_optimizer.register_step_pre_hook(self._step_pre_hook),
-            self._local_optimizer.register_step_post_hook(self._step_post_hook),
-        ]
-        for other in self._inner_optimizers[1:]:
+        first, *others = self._inner_optimizers
+        self._hooks.append(first.register_step_pre_hook(self._step_pre_hook))
+        self._hooks.append(first.register_step_post_hook(self._step_post_hook))
+        for other in others:
             self._hooks.append(other.register_step_post_hook(self._note_other_step))
         trained: list[Tensor] = []
         for fragment in self._outer.fragments:
@@ -272,16 +259,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
             self._hooks.append(hook)
         return self
-
-    def _join(self) -> None:
-        with self._outer.clock.blocking():
-            self.has_joined_others = join(self._outer, self.options, self._start_refusal)
-            if self.has_joined_others:
-                # The others apply this sync after the delay: this puts the next sync at the same
-                # time in all groups.
-                self._begin_turn(late_by=self.settings.fragment_sync_delay)
-            elif self._outer.has_healed:
-                self._begin_turn()  # all are resuming, and this group's checkpoint was older
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
@@ -300,7 +277,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """
         self._check_counted()
         self._outer.sync_idle()
-        self._begin_turn(late_by=self.settings.fragment_sync_delay)
 
     def final_sync(self) -> None:
         """Synchronise the inner steps since the last syncs, and end on the global parameters.
@@ -321,7 +297,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 raise self._uncounted()
             self._outer.count_other_steps()
         self._outer.finish()
-        self._begin_turn()
 
     # ---- what the training loop reports -----------------------------------------------------
 
@@ -410,7 +385,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     @property
     def has_unsynced_steps(self) -> bool:
         """Whether a fragment has inner steps that are not in the global parameters yet."""
-        return any(fragment.unsynced.has_more for fragment in self._outer.fragments)
+        return any(fragment.unsynced.inner_steps for fragment in self._outer.fragments)
 
     @property
     def ledger(self) -> Ledger:
@@ -453,7 +428,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, write the state before the next
                 inner step; that saves host memory of twice the model's size.
         """
-        since_sync = self._outer.steps_before_sync - self._steps_left
+        since_sync = self._outer.steps_before_sync - self._outer.steps_left
         return saved_state(self._outer, copies=copies) | {"local_step": since_sync}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -467,10 +442,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         load_saved_state(state_dict, self._outer)
-        self._steps_left = self._outer.steps_before_sync - state_dict["local_step"]
+        steps_left = self._outer.steps_before_sync - state_dict["local_step"]
         # Under other settings than the checkpoint's, the schedule may not be between a sync's
         # quorum and its vote: the pseudo-gradient is then computed again.
         delay = self.settings.fragment_sync_delay
-        is_due = 0 < self._steps_left <= delay
+        is_due = 0 < steps_left <= delay
         if not load_in_flight(state_dict["in_flight"] if is_due else None, self._outer):
-            self._steps_left = max(self._steps_left, delay + 1)
+            steps_left = max(steps_left, delay + 1)
+        self._outer.steps_left = steps_left

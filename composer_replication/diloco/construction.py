@@ -96,17 +96,17 @@ The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
 
 def give_settings(
     manager: DiLoCoManager,
-    synced: Sequence[Mapping[str, Tensor]],
+    fragments: Sequence[Mapping[str, Tensor]],
     fingerprint: Mapping[str, Any],
 ) -> None:
     """Give the manager what has to be equal in all groups, before it connects to them.
 
     Args:
         manager: Of this group.
-        synced: The synchronised tensors by name, of each fragment.
+        fragments: The synchronised tensors by name, of each fragment.
         fingerprint: The run's settings and the model.
     """
-    tensors = [tensor for fragment in synced for tensor in fragment.values()]
+    tensors = [tensor for fragment in fragments for tensor in fragment.values()]
     manager.settings |= {
         **fingerprint,
         # With unequal values one group would train alone while another waits for more. Checkpoints
@@ -118,7 +118,7 @@ def give_settings(
         "composer_replication": __version__,
         "peer_table_row": ROW,  # it may differ between builds of one version
     }
-    described = described_tensors(synced)
+    described = described_tensors(fragments)
     if len(json.dumps(described)) <= LARGEST_DESCRIPTION:
         manager.settings[TENSORS] = described
 

@@ -19,20 +19,37 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_health import GroupMetrics, UsualPace
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
-from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class Packed:
-    """What a pseudo-gradient was computed from.
+class Steps:
+    """Inner steps of a fragment that are not in the global parameters yet.
 
     Attributes:
         inner_steps: Inner steps since the fragment was last synchronised.
         samples: How many samples these steps have trained on; tokens with ``weight_by: tokens``.
         learning_rates: The sum of the learning rates of these steps.
+    """
+
+    inner_steps: int = 0
+    samples: int = 0
+    learning_rates: float | Tensor = 0.0
+
+    def count(self, samples: int, learning_rate: float | Tensor) -> None:
+        """Count a completed inner step, its samples or tokens and its learning rate."""
+        self.inner_steps += 1
+        self.samples += samples
+        self.learning_rates += learning_rate
+
+
+@dataclass
+class Packed(Steps):
+    """What a pseudo-gradient was computed from: these steps, and the parameters after them.
+
+    Attributes:
         position: The position in the sample stream.
         local: The local parameters and buffers, in the order of ``GlobalParameters.tensors``, kept
             while the sync is in flight; None without a delay.
@@ -40,9 +57,6 @@ class Packed:
             the sync is in flight, is sent again as it was sent first.
     """
 
-    inner_steps: int = 0
-    samples: int = 0
-    learning_rates: float = 0.0
     position: int = 0
     local: list[Tensor] | None = None
     frozen: Sequence[int] = ()
@@ -50,7 +64,7 @@ class Packed:
     @property
     def learning_rate(self) -> float:
         """The mean learning rate of these steps."""
-        return self.learning_rates / max(1, self.inner_steps)
+        return float(self.learning_rates) / max(1, self.inner_steps)
 
     def contribution(self, weight_by: str) -> float:
         """This group's weight in the mean.
@@ -73,40 +87,6 @@ class Packed:
                 f"count_{weight_by}(n) before each optimizer step, or use weight_by='steps'"
             )
         return float(self.samples)
-
-
-@dataclass
-class Unsynced:
-    """Inner steps of a fragment that are not in the global parameters yet.
-
-    Attributes:
-        inner_steps: Inner steps since the last sync.
-        samples: The samples or tokens of these steps.
-        learning_rates: The sum of the learning rates of these steps.
-        unsent: What was in flight in the checkpoint that this group resumes from, until it has been
-            sent again; else None.
-    """
-
-    inner_steps: int = 0
-    samples: int = 0
-    learning_rates: float | Tensor = 0.0
-    unsent: Packed | None = None
-
-    def count(self, samples: int, learning_rate: float | Tensor) -> None:
-        """Count a completed inner step, its samples or tokens and its learning rate."""
-        self.inner_steps += 1
-        self.samples += samples
-        self.learning_rates += learning_rate
-
-    @property
-    def has_more(self) -> bool:
-        """Whether this group has something to send that is not in the global parameters yet."""
-        return self.inner_steps > 0
-
-    @property
-    def has_more_than_unsent(self) -> bool:
-        """Whether inner steps have followed those that ``unsent`` will bring to the others."""
-        return self.unsent is not None and self.inner_steps > self.unsent.inner_steps
 
 
 class Phase(Enum):
@@ -138,6 +118,9 @@ class FragmentSync:
 
     Attributes:
         phase: How far its sync is.
+        unsynced: What has been trained since its last sync.
+        unsent: What was in flight in the checkpoint that this group resumes from, until it has been
+            sent again; else None.
         packed: What the last pseudo-gradient was computed from.
         is_joining: Whether this group contributed nothing to the last sync, since it joined.
         result: What the groups of the last sync have reported to each other.
@@ -161,7 +144,8 @@ class FragmentSync:
         # Messages travel beside training, as torchft's do.
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []
-        self.unsynced = Unsynced()
+        self.unsynced = Steps()
+        self.unsent: Packed | None = None
         self.packed = Packed()
         self._buffers: list[Tensor] = []
         self.total_contribution = 0.0
@@ -186,7 +170,7 @@ class FragmentSync:
 
     def restore(self, packed: Packed | None) -> None:
         """Send this in the next sync, instead of what has been trained since; None: that."""
-        self.unsynced.unsent = packed
+        self.unsent = packed
         self.phase = Phase.IDLE if packed is None else Phase.RESTORED
 
     def pack(self, *, is_joining: bool) -> None:
@@ -211,7 +195,7 @@ class FragmentSync:
             left_out = listed([names[index] for index in sorted(odd_here_alone)])
             log.warning("Not finite in this group, and left out: %s", left_out)
         if not is_joining:
-            self.unsynced.unsent = None  # if this attempt fails, the next one computes it again
+            self.unsent = None  # if this attempt fails, the next one computes it again
 
     def send(self, row: PeerRow) -> None:
         """Start to send what is packed, in a quorum. It does not wait.
@@ -232,12 +216,6 @@ class FragmentSync:
                 works += self.mean.send(self._manager)
             self._works = [*works, table]
         self.phase = Phase.SENT
-
-    def samples(self) -> SyncedSamples:
-        """How far this group's sample stream is in the model once this sync has committed."""
-        return self._state.ledger.send(
-            self.fragment_id, self.packed.position, self.mean.contribution > 0
-        )
 
     def metrics(self, step_s: float) -> GroupMetrics:
         """Return this group's metrics of what is packed.
@@ -288,11 +266,15 @@ class FragmentSync:
 
     def perform_sync(self) -> None:
         """Wait for the mean, vote, and on commit take the outer step."""
-        with get_stream_context(self._stream):
-            for work in self._works:
-                work.wait()
-        if self._stream is not None:
-            self._stream.synchronize()
+        try:
+            with get_stream_context(self._stream):
+                for work in self._works:
+                    work.wait()
+            if self._stream is not None:
+                self._stream.synchronize()
+        except BaseException as error:  # Ctrl-C too: peers would wait until their timeout
+            self._manager.report_error(error)
+            raise
         if self.phase is Phase.SENT:
             self.result = self._works[-1].result
             if self.result.rows:
@@ -325,14 +307,14 @@ class FragmentSync:
 
     def _to_pack(self) -> Packed:
         position = self._state.ledger.position
-        unsynced = self.unsynced
         if self.is_joining:
             return Packed(position=position)
-        if unsynced.unsent is not None:
-            return unsynced.unsent
+        if self.unsent is not None:
+            return self.unsent
         kept = None
         if self._settings.fragment_sync_delay:
             kept = copies_of(self.globals.local())
+        unsynced = self.unsynced
         return Packed(
             inner_steps=unsynced.inner_steps,
             samples=unsynced.samples,
@@ -364,22 +346,17 @@ class FragmentSync:
                 self._usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
             self._state.ledger.has_synced(self.fragment_id, packed.position)
         if not self._write_back_alpha:  # the steps since it was sent are thrown away
-            self.unsynced = Unsynced()
+            self._drop_steps()
             return
         unsynced.inner_steps -= packed.inner_steps
         unsynced.samples -= packed.samples
         unsynced.learning_rates -= packed.learning_rates
-        unsynced.unsent = None
-
-    def take_global(self) -> None:
-        """Continue from the global parameters, and drop what was trained here since the last sync.
-
-        With shares it is a collective of the group's ranks.
-        """
-        self.globals.write_back()
-        self.forget_local()
 
     def forget_local(self) -> None:
         """Send nothing of what this group has trained since the last sync."""
-        self.unsynced = Unsynced()
+        self._drop_steps()
         self.mean.forget_residual()
+
+    def _drop_steps(self) -> None:
+        self.unsynced = Steps()
+        self.unsent = None

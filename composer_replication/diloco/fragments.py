@@ -301,10 +301,14 @@ _ADAPTER = re.compile(r"\.(lora_\w+)\.[^.]+")
 """What PEFT leaves out of a LoRA parameter's name when it saves it: the name of the adapter."""
 
 
-def listed(names: Sequence[str], limit: int = 6) -> str:
+LISTED = 6
+"""How many names a message has at most."""
+
+
+def listed(names: Sequence[str]) -> str:
     """Return the first names for a message, and how many more there are."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+    rest = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_trained_by(

@@ -13,7 +13,6 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.retry import StartBarrier
 from composer_replication.diloco.torchft_api import STATE_NAME
-from composer_replication.options import ReplicaOptions
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ PREPARATIONS = 3
 """How often a joiner prepares for the others' next sync, if they sync before it is ready."""
 
 
-def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
+def join(loop: OuterLoop, start_refusal: str | None) -> bool:
     """Obtain the global state before the first inner step, without contributing.
 
     At a cold start no group has a global state: all wait for each other and take the initial
@@ -31,7 +30,6 @@ def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) ->
 
     Args:
         loop: The outer loop of this group.
-        options: This group's options: how a cold start waits for the others.
         start_refusal: Why this group must not begin the run. None: it may.
 
     Returns:
@@ -42,16 +40,10 @@ def join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) ->
         SettingsMismatch: This group's settings differ from the others'.
         NothingToContinueFromError: All groups are connected, and none may begin the run.
     """
-    try:
-        _prepare(loop)
-        return _join(loop, options, start_refusal)
-    finally:
-        loop.state.forget_staged()  # does nothing if a heal has used it
-
-
-def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -> bool:
     manager = loop.manager
+    options = loop.options
     device = loop.fragments[0].device
+    _prepare(loop)
     barrier = StartBarrier(manager, options, start_refusal)
     manager.start_quorum()
     while True:
@@ -62,7 +54,9 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
                 return False
         else:
             if manager.num_participants() > 1 or options.num_awaited == 1:
-                loop.sync_in_quorum(Role.JOINS)
+                loop.role = Role.JOINS
+                loop.prepare_sync()
+                loop.end_sync()
                 if not loop.result.are_all_joining:
                     loop.state.ledger.stop_reading()  # resumed steps may be lost in part
                     return True
@@ -71,6 +65,8 @@ def _join(loop: OuterLoop, options: ReplicaOptions, start_refusal: str | None) -
             barrier.vote_to_start(device)
             if manager.should_commit():
                 loop.finish_heal()
+                if loop.has_healed:  # this group's checkpoint was older
+                    loop.steps_left = loop.steps_before_sync
                 loop.set_torchft_step()
                 return False
         barrier.form_quorum()
@@ -121,7 +117,7 @@ def share_initial_parameters(loop: OuterLoop) -> bool:
             if mean.finish():
                 fragment.globals.flat.copy_(fragment.globals.unpack(mean))
                 fragment.globals.take_buffers(fragment.globals.averaged_buffers)
-            fragment.take_global()
+            fragment.globals.write_back()
     log.info("Started with %d replica groups", manager.num_participants())
     loop.clock.read()  # the wait for the start belongs to no sync
     return True

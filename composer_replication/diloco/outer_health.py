@@ -133,9 +133,7 @@ class UsualPace:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
         self._top_lr = state["top_lr"]
-        for own, saved in zip(self._paces, state["paces"], strict=True):
-            own.clear()
-            own.extend(saved)
+        self._paces = [deque(paces, maxlen=USUAL) for paces in state["paces"]]
 
 
 def learning_rate(*optimizers: Optimizer) -> float | Tensor:

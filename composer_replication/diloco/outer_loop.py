@@ -43,7 +43,7 @@ class OuterLoop:
     Args:
         manager: The torchft manager, or its simulated double.
         state: The global state of all fragments.
-        options: This group's options.
+        options: This group's options, as ``options``.
         inner_optimizers: Train the model; the steps of the first one are counted.
         hang_watch: Allows a sync the time for which it may wait for others.
 
@@ -56,6 +56,7 @@ class OuterLoop:
         first_batches: Compared with the other groups' at this group's first sync.
         role: This group's in the sync, or in the next one of the schedule.
         inner_steps: Inner steps of this group since the run began.
+        steps_left: Inner steps until the next outer step.
         reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
         ends_with_next_step: Whether the next inner step is the last one.
         has_healed: Whether this group has taken over the global state since its last report.
@@ -71,7 +72,7 @@ class OuterLoop:
     ) -> None:
         self.manager = manager
         self.state = state
-        self._options = options
+        self.options = options
         self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, manager.longest_wait_s)
         self.round_length = RoundLength(state.settings)
@@ -87,6 +88,7 @@ class OuterLoop:
         self._steps_since_sync = 0
         self._has_unfinished_heal = False
         self.inner_steps = 0
+        self.steps_left = self.steps_before_sync
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = False
         self.has_healed = False
@@ -110,6 +112,7 @@ class OuterLoop:
     def count_inner_step(self, samples: int) -> None:
         """Count a completed inner step and its samples or tokens."""
         self.inner_steps += 1
+        self.steps_left -= 1
         self._steps_since_sync += 1
         self.role = Role.ENDS if self.ends_with_next_step else Role.TRAINS
         rate = learning_rate(*self._inner_optimizers)
@@ -119,7 +122,7 @@ class OuterLoop:
     def count_other_steps(self) -> None:
         """Have the next sync send fragments without inner steps too: others have moved them."""
         for fragment in self.fragments:
-            if not fragment.unsynced.has_more:
+            if not fragment.unsynced.inner_steps:
                 fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
     def prepare_sync(self) -> None:
@@ -160,27 +163,25 @@ class OuterLoop:
             was_healed=self.state.was_healed,
             outer_step=self.state.outer_step,
             metrics=metrics,
-            samples=fragment.samples(),
+            samples=self.state.ledger.send(
+                fragment.fragment_id, fragment.packed.position, metrics.contribution > 0
+            ),
             batches=self.first_batches.number() if metrics.contribution else 0,
-            digests=self.state.digests_to_compare(self._options.digest_every),
+            digests=self.state.digests_to_compare(self.options.digest_every),
         )
 
     def _leaves_steps(self, fragment: FragmentSync) -> bool:
         """Whether inner steps remain to be sent after this fragment, which is sent next."""
-        return fragment.unsynced.has_more_than_unsent or any(
-            each.unsynced.has_more for each in self.fragments if each is not fragment
-        )
+        steps = [each.unsynced.inner_steps for each in self.fragments]
+        sent = fragment.unsent or fragment.unsynced
+        steps[fragment.fragment_id] -= sent.inner_steps
+        return any(steps)
 
     def perform_sync(self) -> FragmentSync:
         """Wait for the mean, vote, and on commit take the outer step. Returns the fragment."""
         fragment = self.in_flight
         assert fragment is not None, "it was prepared"
-        try:
-            fragment.perform_sync()
-        except BaseException as error:
-            if fragment.phase is Phase.SENT:  # it failed before the vote
-                self.manager.report_error(error)
-            raise
+        fragment.perform_sync()
         self.result = fragment.result
         self.clock.vote_over()
         return fragment
@@ -198,15 +199,10 @@ class OuterLoop:
 
     def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
-        with self.clock.blocking():
-            self.manager.start_quorum()
-            self.sync_in_quorum(role)
-
-    def sync_in_quorum(self, role: Role) -> None:
-        """Run one sync whose quorum has been formed, and retry it until it commits."""
         self.role = role
-        self.prepare_sync()
-        self.end_sync()
+        with self.clock.blocking():
+            self.send()
+            self.end_sync()
 
     def finish_sync(self, fragment: FragmentSync) -> None:
         """Retry the sync until it commits, then report it.
@@ -217,20 +213,25 @@ class OuterLoop:
         Raises:
             SyncError: Too many attempts in a row have failed, see ``SyncRetries``.
         """
-        retries = SyncRetries(self.manager, self.state, self._options.give_up_after_s)
+        retries = SyncRetries(self.manager, self.state, self.options.give_up_after_s)
         while fragment.phase is not Phase.COMMITTED:
             fragment = self._retry(retries)
         self.manager.asks_to_gather = False
         fragment.end()
         self.set_torchft_step()
-        if fragment.is_joining and self.result.are_all_joining:
+        if self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
-            fragment.restore(fragment.unsynced.unsent)
+            fragment.restore(fragment.unsent)
             self.clock.read()
-            self._steps_since_sync = 0
         else:
             self._account(fragment, retries.count)
+            self.steps_left = self.steps_before_sync
+            if self.role in (Role.JOINS, Role.IDLES):
+                # The others take this outer step after the delay: this puts the next one at the
+                # same time in all groups.
+                self.steps_left += self.state.settings.fragment_sync_delay
+        self._steps_since_sync = 0
         self.role = Role.TRAINS
 
     def _retry(self, retries: SyncRetries) -> FragmentSync:
@@ -272,13 +273,12 @@ class OuterLoop:
             self._recover(fragment)
         seconds = self.clock.read()
         self._choose_round_length(seconds)
-        self._steps_since_sync = 0
         # A cold start, a resume of all groups and an end make no outer step. There is nothing to
         # report of them, but for the steps that the run's last sync drops.
         drops_steps = self.role is not Role.JOINS and self._steps_lost > 0
         if not (moved or self.role is Role.TRAINS or drops_steps):
             return
-        has_digest = self.state.digest_is_due(self._options.digest_every)
+        has_digest = self.state.digest_is_due(self.options.digest_every)
         report = report_of(
             fragment,
             seconds,
@@ -357,7 +357,7 @@ class OuterLoop:
     def _take_global(self, fragments: Sequence[FragmentSync]) -> None:
         """Continue from the global parameters. With shares a collective of the group's ranks."""
         for fragment in fragments:
-            fragment.take_global()
+            fragment.globals.write_back()
         self.state.ledger.stop_reading()
 
     def _state_for_joiner(self) -> dict[str, Any]:
@@ -379,9 +379,6 @@ class OuterLoop:
         self._forget_local(self.fragments)
         self.has_healed = True
         self._has_unfinished_heal = True
-        # A single rank need not wait until others have healed too.
-        if self.fragments[0].globals.division.num_ranks == 1:
-            self.finish_heal()
 
     def finish_heal(self) -> bool:
         """Continue from the global parameters of a heal, once all ranks of the group have healed.
@@ -409,12 +406,14 @@ class OuterLoop:
         self._end_sync_early()
         while self._steps_since_sync or not self.result.is_over:
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
-            if is_alone and not any(fragment.unsynced.has_more for fragment in self.fragments):
+            if is_alone and not any(fragment.unsynced.inner_steps for fragment in self.fragments):
                 break
             self.sync(Role.ENDS)
         self.ends_with_next_step = False
+        self.steps_left = self.steps_before_sync
         for fragment in self.fragments:
-            fragment.take_global()
+            fragment.forget_local()
+            fragment.globals.write_back()
 
     def sync_idle(self) -> None:
         """Take part in the others' next sync, with the inner steps since the last one.

@@ -5,14 +5,14 @@ All groups have received the same rows, so they conclude the same.
 
 from __future__ import annotations
 
-import functools
 import math
+import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, get_type_hints
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from composer_replication.diloco.outer_health import GroupMetrics
@@ -24,8 +24,8 @@ CHECKSUM_BYTES = 4
 class PeerRow(NamedTuple):
     """What one replica group reports to the others beside a sync.
 
-    A row is sent as bytes, each field in the type that ``_TYPES`` has for its annotation. A further
-    number needs a field here, or in ``GroupMetrics``, and nothing else.
+    A row is sent as bytes, see ``_layout``. A further metric needs a field in ``GroupMetrics``, and
+    nothing else.
 
     Attributes:
         has_more: Whether it still trains, or has steps that are not in the global parameters yet.
@@ -51,8 +51,8 @@ class PeerRow(NamedTuple):
 
     def encode(self) -> bytes:
         """The row as bytes, with a checksum. They are never all zeros, as an empty row is."""
-        kind = _dtype(PeerRow, len(self.digests))
-        row = np.array(tuple(self), kind).tobytes()
+        *own, metrics, samples, batches, digests = self
+        row = _layout(len(digests)).pack(*own, *metrics, *samples, batches, *digests)
         return row + _checksum(row)
 
     @classmethod
@@ -60,55 +60,42 @@ class PeerRow(NamedTuple):
         """Return the row that ``encode`` has turned into these bytes.
 
         Raises:
-            ValueError: The bytes are damaged, or a number is negative or not finite.
+            ValueError: The bytes are damaged, or a metric is negative or not finite.
         """
         row = sent[:-CHECKSUM_BYTES]
         if sent != row + _checksum(row):
             raise ValueError("its row in the peer table is damaged")
-        [numbers] = np.frombuffer(row, _dtype(cls, num_digests))
-        sent_row = cls(*numbers.item())
-        decoded = sent_row._replace(
-            metrics=GroupMetrics(*sent_row.metrics),
-            samples=SyncedSamples(*sent_row.samples),
-            digests=tuple(map(int, sent_row.digests)),
-        )
-        odd = [*_odd(decoded)]
+        numbers = iter(_layout(num_digests).unpack(row))
+        own = [*islice(numbers, 4)]
+        metrics = GroupMetrics(*islice(numbers, len(GroupMetrics._fields)))
+        samples = SyncedSamples(*islice(numbers, len(SyncedSamples._fields)))
+        batches, *digests = numbers
+        odd = [*_odd(metrics)]
         if odd:
             raise ValueError(f"its row in the peer table has {', '.join(odd)}")
-        return decoded
+        return cls._make([*own, metrics, samples, batches, tuple(digests)])
 
 
-_TYPES: dict[Any, Any] = {bool: "?", int: "<i8", float: "<f4"}
+def _layout(num_digests: int) -> struct.Struct:
+    """The types of a row's numbers in their order, without gaps. Integers have no sign."""
+    metrics = "f" * len(GroupMetrics._fields)
+    samples = "Q" * len(SyncedSamples._fields)
+    return struct.Struct(f"<???Q{metrics}{samples}Q{num_digests}Q")
 
 
-@functools.cache
-def _dtype(kind: Any, num_digests: int = 0) -> np.dtype:
-    """The fields of a NamedTuple with their types, in their order and without gaps."""
-    types = _TYPES | {tuple[int, ...]: ("<i8", (num_digests,))}
-    fields = []
-    for name, hint in get_type_hints(kind).items():
-        fields.append((name, types[hint] if hint in types else _dtype(hint)))
-    return np.dtype(fields)
-
-
-ROW = _dtype(PeerRow).itemsize
+ROW = _layout(0).size
 """Bytes of a row without digests and checksum."""
 
 
-def _odd(part: Any) -> Iterator[str]:
-    """Yield the numbers that no group can have: those that are negative or not finite.
+def _odd(metrics: GroupMetrics) -> Iterator[str]:
+    """Yield the metrics that no group can have: those that are negative or not finite.
 
-    Fields whose default is NaN may be NaN: the group does not know them.
+    Those whose default is NaN may be NaN: the group does not know them.
     """
-    for name, value in part._asdict().items():
-        if hasattr(value, "_fields"):
-            yield from _odd(value)
-            continue
-        numbers = np.atleast_1d(value)
-        is_right = (numbers >= 0) & (numbers < math.inf)
-        if math.isnan(part._field_defaults.get(name, 0.0)):
-            is_right |= np.isnan(numbers)
-        if not is_right.all():
+    for name, value in metrics._asdict().items():
+        default = GroupMetrics._field_defaults[name]
+        is_unknown = math.isnan(value) and math.isnan(default)
+        if not is_unknown and not 0 <= value < math.inf:
             yield f"{name}={value}"
 
 
@@ -147,47 +134,20 @@ def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[tuple[list[int], s
     Args:
         rows: The valid rows by rank in the quorum. At least one.
     """
-    steps = {rank: row.outer_step for rank, row in rows.items()}
-    yield from _compare(rows, steps, "the outer step")
+    held = {"the outer step": {rank: row.outer_step for rank, row in rows.items()}}
     num_fragments = len(next(iter(rows.values())).digests)
     for fragment in range(num_fragments):
-        sent = {}
+        digests = held.setdefault(f"the global parameters of {fragment=}", {})
         for rank, row in rows.items():
             if row.digests[fragment]:  # a group for which no digest was due has sent none
-                sent[rank] = row.digests[fragment]
-        yield from _compare(rows, sent, f"the global parameters of {fragment=}")
-
-
-def _compare(
-    rows: Mapping[int, PeerRow],
-    held: Mapping[int, int],
-    what: str,
-) -> Iterator[tuple[list[int], str]]:
-    if len(set(held.values())) < 2:
-        return
-    # A group that has just been healed holds a copy, which is no evidence of what is right.
-    trusted = [value for rank, value in held.items() if not rows[rank].was_healed]
-    most, count = Counter(trusted or held.values()).most_common(1)[0]
-    ranks = [*held]
-    if 2 * count > len(trusted):  # there is a majority
-        ranks = [rank for rank, value in held.items() if value != most]
-    yield ranks, what
-
-
-def equal_samples(
-    rows: Mapping[int, PeerRow],
-    own_rank: int,
-    names: Sequence[str],
-) -> tuple[str, ...]:
-    """The groups whose first batches are equal to this group's, and its own; empty if none are.
-
-    Args:
-        rows: The valid rows by rank in the quorum.
-        own_rank: This group's rank.
-        names: The names of the groups in the order of their ranks.
-    """
-    own = rows[own_rank].batches if own_rank in rows else 0
-    if not own:
-        return ()
-    same = [names[rank] for rank, row in rows.items() if row.batches == own]
-    return tuple(same) if len(same) > 1 else ()
+                digests[rank] = row.digests[fragment]
+    for what, values in held.items():
+        if len(set(values.values())) < 2:
+            continue
+        # A group that has just been healed holds a copy, which is no evidence of what is right.
+        trusted = [value for rank, value in values.items() if not rows[rank].was_healed]
+        most, count = Counter(trusted or values.values()).most_common(1)[0]
+        ranks = [*values]
+        if 2 * count > len(trusted):  # there is a majority
+            ranks = [rank for rank, value in values.items() if value != most]
+        yield ranks, what

@@ -10,12 +10,7 @@ import torch
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.outer_health import GroupMetrics, beyond_all_others
-from composer_replication.diloco.peer_rows import (
-    PeerRow,
-    equal_samples,
-    find_differences,
-    read_rows,
-)
+from composer_replication.diloco.peer_rows import PeerRow, find_differences, read_rows
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -161,13 +156,18 @@ class PeerTable:
         if manager.errored():
             self.result = TableResult(has_doubts=bool(doubt))
         else:
-            same = equal_samples(rows, manager.participating_rank() or 0, self._names)
-            self.result = TableResult(rows, left_out, equal_samples=same)
+            self.result = TableResult(rows, left_out, equal_samples=self._equal_samples(rows))
 
     @property
     def _names(self) -> list[str]:
         names = self._manager.members or range(self._manager.num_participants())
         return [str(name).partition(":")[0] for name in names]
+
+    def _equal_samples(self, rows: Mapping[int, PeerRow]) -> tuple[str, ...]:
+        """See ``TableResult``."""
+        own = self._row.batches
+        same = [self._names[rank] for rank, row in rows.items() if row.batches == own]
+        return tuple(same) if own and len(same) > 1 else ()
 
     def _doubt(self, sound: Mapping[int, GroupMetrics], faults: Mapping[int, str]) -> str:
         """Return what is not sound of what has arrived; empty if nothing is, or this sync fails."""

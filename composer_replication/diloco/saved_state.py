@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Phase, Unsynced
+from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Phase, Steps
 from composer_replication.diloco.outer_loop import OuterLoop
 
 
@@ -56,7 +56,7 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     loop.usual_pace.load_state_dict(saved["usual_pace"])
     residual = saved["residual"]
     for fragment, counted in zip(loop.fragments, saved["since_sync"], strict=True):
-        fragment.unsynced = Unsynced(*counted)
+        fragment.unsynced = Steps(*counted)
         if residual:
             parts = [residual[name].reshape(-1) for name in fragment.globals.theta]
             fragment.mean.load_residual(parts)
@@ -70,7 +70,7 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """
     if fragment is None:
         return None
-    packed = fragment.packed if fragment.phase is Phase.SENT else fragment.unsynced.unsent
+    packed = fragment.packed if fragment.phase is Phase.SENT else fragment.unsent
     if packed is None or packed.local is None:
         return None
     local = dict(zip(fragment.globals.tensors, packed.local, strict=True))

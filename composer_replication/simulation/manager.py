@@ -30,18 +30,15 @@ class SimulatedManager(SingleGroupManager):
     Args:
         network: The memory that all replicas share.
         replica_id: Number of the replica, from 0.
-        min_replica_size: As in torchft: a quorum with fewer participants never commits.
     """
 
-    def __init__(self, network: SharedBuffer, replica_id: int, min_replica_size: int = 1) -> None:
+    def __init__(self, network: SharedBuffer, replica_id: int) -> None:
         super().__init__()
         self._network = network
         self._replica_id = replica_id
-        self._min_replica_size = min_replica_size
         self._quorum = Quorum({}, replica_id, None, Connection(()))  # before the first one
         self._has_failed = False
         self.num_replicas = None
-        self._num_collectives = 0
 
     def _user_state_dict(self) -> dict[str, Any]:
         return {key: save() for key, (_, save) in self._state_dict_fns.items()}
@@ -56,10 +53,10 @@ class SimulatedManager(SingleGroupManager):
         request = Request(
             self._step, has_failed, self._user_state_dict, self.asks_to_gather, self.settings
         )
-        before, self._error, self._has_failed = self._quorum.connection, None, False
-        self._quorum = quorum = self._join_quorum(request)
-        if quorum.connection is not before:
-            self._num_collectives = 0
+        self._error = None
+        self._has_failed = False
+        quorum = self._join_quorum(request)
+        self._quorum = quorum
         if self._fault_happens("kill"):
             raise Stopped
         if self._fault_happens("restart"):
@@ -143,11 +140,14 @@ class SimulatedManager(SingleGroupManager):
             received: The result after ``wait``.
             sent: This replica's chunks, one for each member.
         """
-        groups, rank = self.num_participants(), self.participating_rank()
+        groups = self.num_participants()
+        rank = self.participating_rank()
         assert rank is not None, "all_to_all before start_quorum"
-        return self._start(
-            sent, received, lambda parts: torch.cat([part.chunk(groups)[rank] for part in parts])
-        )
+
+        def combine(parts: list[Tensor]) -> Tensor:
+            return torch.cat([part.chunk(groups)[rank] for part in parts])
+
+        return self._start(sent, received, combine)
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Collective:
         """Start to concatenate the tensors of all members.
@@ -171,15 +171,15 @@ class SimulatedManager(SingleGroupManager):
             result: The tensor that receives the result.
             combine: Computes the result from the tensors of all members, in their order.
         """
-        connection, number = self._quorum.connection, self._num_collectives
-        self._num_collectives += 1
-        if self._error is None:
-            self._network.send(connection, number, self._replica_id, sent)
+        if self._error is not None:
+            return Collective(self._is_sound)
+        connection = self._quorum.connection
+        begun = self._network.send(connection, self._replica_id, sent)
 
         def finish() -> bool:
             if self._error is not None:
                 return False
-            parts = self._network.receive(connection, number)
+            parts = self._network.receive(connection, begun)
             if parts is None:
                 self.report_error(ConnectionError("a peer left during a collective"))
                 return False

@@ -77,6 +77,11 @@ class Stopped(Exception):
         self.restarts = restarts
 
 
+Sent = dict[int, Tensor]
+"""The tensors of one collective by member. Nothing is added after a failure, so all members' are
+there only if the collective has succeeded."""
+
+
 @dataclass
 class Connection:
     """The buffers of the collectives between the members of one quorum, or of several in a row.
@@ -87,16 +92,15 @@ class Connection:
         members: Ids of the replicas in it, in ascending order.
         is_broken: Whether the collectives that have not completed fail.
         isolated: Members whose tensors are replaced by zeros.
-        buffers: Tensors sent so far, by collective and member. Nothing is added after a failure, so
-            those of all members are there only if the collective has succeeded.
-        received: How many members have received a collective.
+        started: How many collectives each member has started.
+        begun: The collectives that not all members have started, by number: what they have sent.
     """
 
     members: tuple[int, ...]
     is_broken: bool = False
     isolated: set[int] = field(default_factory=set)
-    buffers: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-    received: Counter[int] = field(default_factory=Counter)
+    started: Counter[int] = field(default_factory=Counter)
+    begun: dict[int, Sent] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -202,13 +206,15 @@ class SharedBuffer:
             )
             self._alive.add(replica_id)
 
-    def leave(self, replica_id: int) -> None:
+    def leave(self, replica_id: int, *, restarts: bool = False) -> None:
         """Remove a replica that has finished, was killed, or failed.
 
-        Open collectives of its quorum fail, and the next quorum no longer waits for it.
+        Open collectives of its quorum fail, and the next quorum no longer waits for it, unless it
+        restarts.
         """
         with self._changed:
-            self._alive.discard(replica_id)
+            if not restarts:
+                self._alive.discard(replica_id)
             if replica_id in self._quorum.requests:
                 self._quorum.connection.is_broken = True
             self._form_quorum()
@@ -238,8 +244,10 @@ class SharedBuffer:
             before = self._quorum
             self._requests[replica_id] = request
             # From here on a quorum waits for the late replicas whose step has been reached.
-            self._alive |= {late for late, due in self._late.items() if due <= request.step}
-            self._late = {late: due for late, due in self._late.items() if due > request.step}
+            due = [late for late, step in self._late.items() if step <= request.step]
+            self._alive.update(due)
+            for late in due:
+                del self._late[late]
             self._form_quorum()
             self._changed.notify_all()
             self._wait_until(
@@ -266,14 +274,16 @@ class SharedBuffer:
         last.is_broken = True
         return Connection(members)
 
-    def send(self, connection: Connection, number: int, replica_id: int, tensor: Tensor) -> None:
-        """Store a member's tensor for one collective of a connection.
+    def send(self, connection: Connection, replica_id: int, tensor: Tensor) -> Sent:
+        """Store a member's tensor for its next collective of a connection.
 
         Args:
             connection: The connection.
-            number: Number of the collective within the connection.
             replica_id: The member.
             tensor: The member's tensor, which is copied if there are other members.
+
+        Returns:
+            What the members send in this collective, for ``receive``.
         """
         tensor = tensor.detach()
         if len(connection.members) > 1:  # other threads read it
@@ -283,46 +293,43 @@ class SharedBuffer:
                 # device has written it.
                 torch.accelerator.synchronize()
         with self._changed:
+            number = connection.started[replica_id]
+            connection.started[replica_id] += 1
+            sent = connection.begun.setdefault(number, {})
             if connection.is_broken:
-                return
+                return sent
             if replica_id in connection.isolated:
                 tensor = torch.zeros_like(tensor)
-            buffer = connection.buffers.setdefault(number, {})
-            buffer[replica_id] = tensor
-            if len({part.shape for part in buffer.values()}) > 1:
+            sent[replica_id] = tensor
+            if len(sent) == len(connection.members):
+                del connection.begun[number]
+            if len({part.shape for part in sent.values()}) > 1:
                 connection.is_broken = True
-                buffer.clear()
+                sent.clear()
             self._changed.notify_all()
+            return sent
 
-    def receive(self, connection: Connection, number: int) -> list[Tensor] | None:
+    def receive(self, connection: Connection, sent: Sent) -> list[Tensor] | None:
         """Wait for the tensors of all members for one collective.
 
         Args:
             connection: The connection.
-            number: Number of the collective within the connection. Each member receives it once.
+            sent: What ``send`` has returned.
 
         Returns:
             The tensors, in the order of the members; None if the collective failed. All members
             receive the same tensors, so nobody may write to them.
         """
         with self._changed:
-            parts = connection.buffers.setdefault(number, {})
+            members = connection.members
             self._wait_until(
-                lambda: len(parts) == len(connection.members) or connection.is_broken,
-                f"collective {number}",
+                lambda: len(sent) == len(members) or connection.is_broken,
+                f"collective of replicas {members}",
             )
             # A member that leaves later does not fail a collective that is over.
-            if len(parts) < len(connection.members):
+            if len(sent) < len(members):
                 return None
-            connection.received[number] += 1
-            if connection.received[number] == len(connection.members):
-                del connection.buffers[number], connection.received[number]
-            return [parts[member] for member in connection.members]
-
-    def rejoin(self, replica_id: int) -> None:
-        """Count a replica that was killed among the live ones again."""
-        with self._changed:
-            self._alive.add(replica_id)
+            return [sent[member] for member in members]
 
     def break_connection(self, connection: Connection) -> None:
         """Fail the open collectives of this connection in every member."""

@@ -89,8 +89,7 @@ def simulate(
         try:
             network.wait_for_start(replica_id)
             while is_restarted(replica_id):
-                network.leave(replica_id)
-                network.rejoin(replica_id)
+                network.leave(replica_id, restarts=True)
         except Stopped:
             pass
         except BaseException as error:  # noqa: B036 - handed to the caller below

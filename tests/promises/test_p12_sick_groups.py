@@ -335,14 +335,14 @@ def test_a_bit_that_flips_in_what_is_sent_moves_nobody_further_than_a_step(
     flipped = []
     send = SharedBuffer.send
 
-    def flipping(buffer, connection, number, replica_id, tensor):
+    def flipping(buffer, connection, replica_id, tensor):
         if replica_id == groups - 1 and threading.current_thread().name == "flips":
             threading.current_thread().name = "flipped"
             tensor = tensor.clone()
             flat = tensor.view(-1).view(torch.uint8)
             flat[chance.randrange(flat.numel())] ^= 1 << chance.randrange(8)
-            flipped.append(number)
-        return send(buffer, connection, number, replica_id, tensor)
+            flipped.append(connection.started[replica_id])
+        return send(buffer, connection, replica_id, tensor)
 
     monkeypatch.setattr(SharedBuffer, "send", flipping)
 
