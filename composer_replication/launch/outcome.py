@@ -283,8 +283,7 @@ def _record_of(run: Run) -> dict[str, Any]:
         "run_name": run.run_dir.resolve().name,
         "result": result_of(run),
         "failure": run.failure,
-        "groups": {group.name: _known_of(group) for group in run},
-        "unregistered": {group.name: _shown_of(group) for group in run if group.status},
+        "groups": {group.name: _columns_of(group) for group in run},
         "evaluations": evaluations[-50:],
         "trained_with": run.settings,
         "events": [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]],
@@ -298,24 +297,16 @@ def _record_of(run: Run) -> dict[str, Any]:
     return record
 
 
-def _known_of(group: Group) -> dict[str, Any]:
-    """What a group's folder alone knows of it."""
-    known: dict[str, Any] = {}
-    if group.inner_share is not None:
-        known["inner_share"] = group.inner_share
-    if group.open_errors:
-        known["error"] = group.open_errors[-1].text
-    return known
-
-
-def _shown_of(group: Group) -> dict[str, Any]:
-    """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
-    is_alive = group.phase in ("joining", "evaluating", *TRAINING)
+def _columns_of(group: Group) -> dict[str, Any]:
+    """What a group's folder knows of it. It may send no heartbeats, as a plain loop."""
+    errors = group.open_errors
     return {
         **group.status,
         "metrics": group.newest,
-        "is_alive": is_alive,
+        "is_alive": group.phase in ("joining", "evaluating", *TRAINING),
         "last_seen_s": None,
+        "inner_share": group.inner_share,
+        "error": errors[-1].text if errors else None,
     }
 
 
@@ -335,11 +326,13 @@ def write_page(run: Run) -> Path:
         OSError: The page cannot be written.
     """
     record = _record_of(run)
-    for id, columns in record["groups"].items():
-        phase = {"phase": FINISHED} if id in run.results else {}
-        columns |= _shown_of(run.groups[id]) | phase | {"is_alive": False}
     shown = read_json(run.run_dir / PAGE_DATA) or {"version": __version__}  # it was killed, or away
     data = with_record({"replicas": [], "events": [], **shown}, record)
+    for row in data["replicas"]:  # newer than their last heartbeats
+        id = row["replica_id"]
+        row |= record["groups"].get(id, {}) | {"is_alive": False}
+        if id in run.results:
+            row["phase"] = FINISHED
     data["outer_step"] = run.outer_steps
     names = (SUMMARY, CONFIG, *(f"replica_{id}/log.txt" for id in run.groups))
     files = [name for name in names if (run.run_dir / name).exists()]
