@@ -39,22 +39,6 @@ class Error(NamedTuple):
     text: str
 
 
-class Trouble(NamedTuple):
-    """What was unusual about a sync.
-
-    Attributes:
-        time: When it was over.
-        text: What has happened.
-        steps_lost: How many inner steps the group has thrown away.
-        why_lost: Why it has thrown them away; empty if it has not.
-    """
-
-    time: float
-    text: str
-    steps_lost: int
-    why_lost: str
-
-
 class History(Course):
     """What has happened to a replica group, from its events.
 
@@ -72,10 +56,11 @@ class History(Course):
         inner_steps: Its inner steps until then.
         bytes_sent: What all its ranks have sent in syncs.
         steps_lost: Those of its inner steps that were thrown away.
+        why_lost: Why it has thrown some away last.
         fruitless: The number of its last syncs to which no group has contributed.
         contributed_at: When the newest sync to which it has contributed was over.
         continued_at: When the run was last continued; 0 if it never was.
-        troubles: Syncs that were unusual.
+        troubles: Rows of a time and what was unusual about a sync.
         cosines: Of the newest syncs, those of the mean with the momentum and between groups.
     """
 
@@ -94,10 +79,11 @@ class History(Course):
         self.inner_steps = 0
         self.bytes_sent = 0
         self.steps_lost = 0
+        self.why_lost = ""
         self.fruitless = 0
         self.contributed_at = 0.0
         self.continued_at = 0.0
-        self.troubles: deque[Trouble] = deque(maxlen=MAX_TROUBLES)
+        self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_TROUBLES)
         self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
         self._fragment_bytes: dict[int, int] = {}
         self._position = 0.0
@@ -177,10 +163,10 @@ class History(Course):
             texts.append(f"{plural(retries, 'retry', 'retries')} of the sync")
         if lost:
             texts.append(f"{plural(lost, 'inner step')} thrown away")
-        self.steps_lost += lost
+            self.steps_lost += lost
+            self.why_lost = why
         if texts:
-            text = f"outer step {step}: {', '.join(texts)}"
-            self.troubles.append(Trouble(at, text, lost, why))
+            self.troubles.append((at, f"outer step {step}: {', '.join(texts)}"))
         self._account(at, metric("sync_seconds", 0.0))
 
     def _add_gap(self, batch: int) -> None:
@@ -274,8 +260,8 @@ class History(Course):
             yield resume.get("time", 0.0), f" resumed at batch {resume['batch']}"
         for error in self.errors:
             yield error.time, f" ended with an error: {error.text}"
-        for trouble in self.troubles:
-            yield trouble.time, f", {trouble.text}"
+        for at, trouble in self.troubles:
+            yield at, f", {trouble}"
 
 
 def _measured(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -47,7 +47,7 @@ class LiveRun(Run):
         self._away_since: dict[str, float] = {}
         self._silent: set[str] = set()
         self._warnings: set[str] = set()
-        self._looked_until: dict[str, float] = {}
+        self._steps_lost: dict[str, int] = {}
         self._participants: int | None = None
         self._differed = False
 
@@ -82,13 +82,12 @@ class LiveRun(Run):
     def _new_losses_of_steps(self) -> Iterator[str]:
         thrown_away: dict[str, list[str]] = {}
         for group in self:
-            until = self._looked_until.get(group.name, group.began)
-            new = [each for each in group.troubles if each.steps_lost and each.time > until]
-            if new:
-                lost = sum(each.steps_lost for each in new)
-                text = f"{plural(lost, 'inner step')} thrown away, {new[-1].why_lost}"
+            # What the first look finds is from before the run was continued.
+            lost = group.steps_lost - self._steps_lost.get(group.name, group.steps_lost)
+            self._steps_lost[group.name] = group.steps_lost
+            if lost:
+                text = f"{plural(lost, 'inner step')} thrown away, {group.why_lost}"
                 thrown_away.setdefault(text, []).append(group.name)
-            self._looked_until[group.name] = max(until, group.newest.get("time", 0.0))
         for text, names in thrown_away.items():
             yield f"{listed_groups(names)}: {text}"
 
