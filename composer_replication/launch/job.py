@@ -17,7 +17,6 @@ from composer_replication.config_file import (
     diloco_section,
     load_settings,
     read_diloco,
-    read_options,
 )
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
@@ -123,17 +122,17 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
         ConfigError: There is no such command, the file cannot be used, or a setting is unknown or
             impossible.
     """
-    config, source, left_out = load_settings(options.settings, options.set or ())
     followed = ("run_dir", "start_timeout_s")
-    of_file = {} if options.settings is None else read_options(options.settings, followed)
-    run_dir = options.run_dir or of_file.pop("run_dir", None) or ""
-    if without := [name for name in left_out if name not in followed]:
-        source += f" (without {', '.join(without)}: name such options in the command)"
+    config, source, left_out = load_settings(options.settings, options.set or (), followed)
+    section = diloco_section(config)
+    run_dir = options.run_dir or section.pop("run_dir", None) or ""
+    if left_out:
+        source += f" (without {', '.join(left_out)}: name such options in the command)"
     check_command(command)
     return Job(
         config={
             "run_dir": str(run_dir),
-            "callbacks": {"diloco": diloco_section(config) | of_file},
+            "callbacks": {"diloco": section},
             "autoresume": options.resume,
             "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
         },
