@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import time
@@ -29,8 +28,6 @@ from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, ReplicaGroups, ReplicaId
 from composer_replication.launch.run_record import Run
 from composer_replication.util.fence import fence
-
-log = logging.getLogger(__name__)
 
 SUPERVISED_HANG_TIMEOUT_S = 600.0
 """Seconds without any progress after which a group ends itself, where it is started again.
@@ -336,10 +333,9 @@ class Supervisor:
         self._enter(record, phase)
 
     def _enter(self, record: GroupRecord, phase: str, **more: float) -> None:
-        try:
+        # A full disk must not end the groups that train.
+        with fence(f"that group {record.id} is {phase}"):
             record.read().enter(phase, **more)
-        except OSError as error:  # a full disk must not end the groups that train
-            log.warning("Cannot write that group %s is %s: %s", record.id, phase, error)
 
 
 def describe_end(status: int) -> str:
