@@ -130,15 +130,16 @@ class LiveRun(Run):
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
-        learned = "learned nothing" if self.failure else ""
-        return ", ".join(filter(None, [self._newest, learned, self._agreement]))
+        return self._joined()
 
-    @property
-    def _newest(self) -> str:
-        if self.participants is None:
-            return ""
-        groups = plural(len(self.groups), "group")
-        return f"outer step {self.outer_steps}: {self.participants} of {groups}"
+    def _joined(self, *progress: str) -> str:
+        """The newest sync, how far the groups are in other words, and what came of it."""
+        newest = ""
+        if self.participants is not None:
+            groups = plural(len(self.groups), "group")
+            newest = f"outer step {self.outer_steps}: {self.participants} of {groups}"
+        learned = "learned nothing" if self.failure else ""
+        return ", ".join(filter(None, [newest, *progress, learned, self._agreement]))
 
     @property
     def differ(self) -> bool:
@@ -152,20 +153,17 @@ class LiveRun(Run):
         losses = sorted(group.loss for group in self._present if group.loss is not None)
         texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
         left = [group.seconds_left for group in self if group.seconds_left is not None]
+        overview = self._joined(
+            f"step {step}" if step else "",
+            f"loss {' to '.join(texts)}" if texts else "",
+            f"{format_duration(max(left))} left" if left else "",
+        )
         in_trouble: dict[str, list[str]] = {}
         for group in self:
             if group.mood != "good":
                 in_trouble.setdefault(group.state, []).append(group.name)
-        parts = [
-            self._newest,
-            "" if step == "-" else f"step {step}",
-            f"loss {' to '.join(texts)}" if texts else "",
-            f"{format_duration(max(left))} left" if left else "",
-            "learned nothing" if self.failure else "",
-            self._agreement,
-            *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
-        ]
-        return ", ".join(filter(None, parts)) or "starting"
+        troubles = (f"group {', '.join(names)} {state}" for state, names in in_trouble.items())
+        return ", ".join(filter(None, [overview, *troubles])) or "starting"
 
     @property
     def _present(self) -> list[Group]:
@@ -292,7 +290,7 @@ def _row(group: Group) -> Iterator[RenderableType]:
     yield Text(group.name, style=STYLES[group.mood])
     yield Text(group.state, style=STYLES[group.mood])
     yield "" if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
-    yield group.step
-    yield "-" if group.participants is None else f"{group.participants}"
+    yield group.step or "-"
+    yield f"{group.participants or '-'}"
     yield "-" if group.loss is None else f"{group.loss:.3f}"
     yield "-" if group.seconds_left is None else format_duration(group.seconds_left)

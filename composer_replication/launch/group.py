@@ -141,9 +141,9 @@ class Group(History):
 
     @property
     def step(self) -> str:
-        """The batches that the group has trained, and their number if it is known."""
+        """The batches that the group has trained, and their number if known; empty before any."""
         if "batch" not in self.status:
-            return "-"
+            return ""
         batches = self.status.get("max_batches")
         return f"{self.batch} / {batches}" if batches else f"{self.batch}"
 

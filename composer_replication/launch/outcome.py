@@ -67,19 +67,20 @@ def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
     Returns:
         An exit status: 1 if a group was left out, or for what ``finish`` returns 1, else 0.
     """
-    ended: dict[str, list[int]] = {FINISHED: [], LEFT_OUT: [], NOT_BACK: []}
-    for id, record in supervisor.records.items():
-        ended[record.end].append(id)
-    if ended[NOT_BACK]:
+    records = supervisor.records.values()
+    if late := [str(each.id) for each in records if each.end == NOT_BACK]:
         print_error(
-            f"Replica groups {', '.join(map(str, ended[NOT_BACK]))} died while the others "
-            "finished, and could not rejoin in time. The others' global parameters are complete"
+            f"Replica groups {', '.join(late)} died while the others finished, and could not "
+            "rejoin in time. The others' global parameters are complete"
         )
-    status = finish(run_dir, ended[FINISHED], seconds, supervisor.restarts)
-    for id in ended[LEFT_OUT]:
-        deaths = supervisor.records[id].deaths
-        explain_failure(run_dir, id, deaths[-1], "so the others went on without it")
-    return FAILED if ended[LEFT_OUT] else status
+    finished = [each.id for each in records if each.end == FINISHED]
+    status = finish(run_dir, finished, seconds, supervisor.restarts)
+    for record in records:
+        if record.end == LEFT_OUT:
+            then = "so the others went on without it"
+            explain_failure(run_dir, record.id, record.deaths[-1], then)
+            status = FAILED
+    return status
 
 
 def finish(

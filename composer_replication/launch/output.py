@@ -55,15 +55,17 @@ def report_error(error: Exception) -> int:
     Returns:
         The exit status: ``BAD_INPUT`` for bad input, ``FAILED`` for a run that failed.
     """
-    is_usage = hasattr(error, "format_message")  # typer's own, whose class is private
-    if not is_usage and not is_known(error):
+    if hasattr(error, "format_message"):  # typer's own, whose class is private
+        print_error(f"Error: {_usage(error)}")
+        return BAD_INPUT
+    if not is_known(error):
         traceback.print_exception(error)
         return FAILED
-    print_error(f"Error: {_usage(error) if is_usage else error}")
+    print_error(f"Error: {error}")
     if isinstance(error, DuplicateIdError):
         return FAILED  # the name may be free the next time
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
-    return BAD_INPUT if is_bad_input or is_usage else FAILED
+    return BAD_INPUT if is_bad_input else FAILED
 
 
 @fence("what has failed")
