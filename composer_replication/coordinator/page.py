@@ -73,9 +73,9 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
         status: As ``/v1/status`` returns it.
         record: Its ``groups`` has columns of each group, for what no heartbeat says, its ``events``
             are added, and ``trained_with`` are the settings of the groups: a loop names its own.
-            Other keys replace those of the status.
+            Other values that it has replace those of the status.
     """
-    rest = dict(record)
+    rest = {name: value for name, value in record.items() if value is not None}
     rows = dict(rest.pop("groups", {}))
     events = rest.pop("events", ())
     trained_with = rest.pop("trained_with", None)

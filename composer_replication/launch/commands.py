@@ -52,7 +52,6 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
                 raise typer.Exit(status)
 
         act.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
-        act.__annotations__ = {each.name: each.annotation for each in parameters}
         text = inspect.cleandoc(target.__doc__ or "").partition("\n\nArgs:")[0]
         app.command(name or target.__name__, help=text, **settings)(act)
         return target

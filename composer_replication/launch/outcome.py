@@ -280,22 +280,19 @@ def _record_of(run: Run) -> dict[str, Any]:
         for group in run
         for at, text in group.for_people()
     )
-    record = {
+    # What the folder does not know yet, heartbeats may know.
+    losses = {group.name: group.losses.points for group in run}
+    return {
         "run_name": run.run_dir.resolve().name,
         "result": result_of(run),
         "failure": run.failure,
         "groups": {group.name: _columns_of(group) for group in run},
+        "losses": losses if any(losses.values()) else None,
+        "agreement": agreement_of(run.groups),
         "evaluations": evaluations[-50:],
         "trained_with": run.settings,
         "events": [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]],
     }
-    # What the folder does not know yet, heartbeats may know.
-    losses = {group.name: group.losses.points for group in run}
-    if any(losses.values()):
-        record["losses"] = losses
-    if (agreement := agreement_of(run.groups)) is not None:
-        record["agreement"] = agreement
-    return record
 
 
 def _columns_of(group: Group) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def test_a_run_without_groups_has_no_record_and_one_without_a_sync_no_losses(tmp
     assert recorder(tmp_path)() == {}
     (tmp_path / "replica_0").mkdir()
     record = recorder(tmp_path)()
-    assert "losses" not in record and "agreement" not in record
+    assert record["losses"] is None and record["agreement"] is None
     alive = {"replica_id": "0", "is_alive": True}  # heartbeats have the word
     [row] = with_record({"replicas": [alive], "events": []}, record)["replicas"]
     assert row["is_alive"] and row["inner_share"] is None
