@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ class Job:
             to be replaced.
         nproc: How many processes of the command each group has, one for each rank. None: the
             command starts the ranks of its group itself, or it is the only one.
-        environ: Further environment variables of the groups.
         is_own: Whether the command is the user's own, which may lack the callback.
     """
 
@@ -62,7 +61,6 @@ class Job:
     name: str | Path
     command: Sequence[str]
     nproc: int | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
     is_own: bool = False
 
 

@@ -158,7 +158,7 @@ def launch_groups(
             coordinator.group_has_ended(replica_id)
             environ = environment(replica_id, replicas, job.nproc, coordinator)
             environ |= group_environment(replica_id, run_dir, options.hang_timeout_s)
-            environ |= {TOKEN: ",".join(tokens), **job.environ}
+            environ[TOKEN] = ",".join(tokens)
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 

@@ -40,9 +40,12 @@ def quiet_others() -> None:
     handler = logging.lastResort
     assert handler is not None, "only a program that wants no log lines at all removes it"
     handler.setLevel(logging.NOTSET)
-    line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(
+        level=logging.WARNING,
+        handlers=[handler],
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
     ours = logging.getLogger(PACKAGE)
     ours.setLevel(logging.INFO if is_first else logging.WARNING)
     warnings.filterwarnings("ignore")

@@ -246,16 +246,15 @@ class Supervisor:
         if error.kind == NOT_SOUND and (failure := self._failure):
             record.error = failure
             return FAILED, 1, ", and is not started again"
-        may_pass = False
         if group.phase == REJECTED:
             status = BAD_INPUT  # a user's script may end with any status
             # What was accepted once may be rejected for a reason that passes, such as a host name
             # that does not resolve while the machine starts. A script that loads no checkpoint
             # stays one.
-            was_accepted = bool(group.newest or group.starts)
-            may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
-        has_failed = status == BAD_INPUT or self._has_failed_to_start(record, status)
-        is_hopeless = has_failed and not may_pass
+            was_accepted = group.newest or group.starts
+            is_hopeless = not was_accepted or error.kind == LOADS_NO_CHECKPOINT
+        else:
+            is_hopeless = status == BAD_INPUT or self._has_failed_to_start(record, status)
         if not is_hopeless and record.in_a_row < self.max_restarts:
             return "", status, ""
         if is_hopeless and group.phase not in JOINED:
