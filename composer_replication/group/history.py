@@ -47,7 +47,7 @@ class History(Course):
         resumes: The events of its resumes from a checkpoint.
         evaluations: Rows of ``time``, ``batch`` and the metrics in ``eval``.
         errors: The errors with which it has ended, rejections of its settings among them.
-        warnings: Rows of a time and a warning about its settings or samples.
+        warnings: What is odd about its settings or samples, since the run was last continued.
         saved_at: The step whose state a loop of one's own has saved last; None before.
         result: Its final result; empty if it has none.
         num_syncs: Its committed syncs.
@@ -70,7 +70,7 @@ class History(Course):
         self.resumes: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.errors: list[Error] = []
-        self.warnings: list[tuple[float, str]] = []
+        self.warnings: list[str] = []
         self.saved_at: int | None = None
         self.result: dict[str, Any] = {}
         self.num_syncs = 0
@@ -110,6 +110,7 @@ class History(Course):
             case run_folder.CONTINUED:
                 self.result = {}
                 self.continued_at = at
+                self.warnings.clear()
                 self._position = 0.0  # the time in which the run was stopped does not count
                 self.forget_digests()
             case run_folder.END:
@@ -121,7 +122,7 @@ class History(Course):
             case run_folder.ERROR | run_folder.REJECTION:
                 self.errors.append(Error(at, event.get("type", ""), event["error"]))
             case run_folder.WARNING:
-                self.warnings.append((at, event["warning"]))
+                self.warnings.append(event["warning"])
             case run_folder.RESUME:
                 self.resumes.append(event | {"batch": event["batch"]})  # it has to have one
             case run_folder.SAVED:

@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -80,7 +79,7 @@ class CoordinatorCommand:
         count = self.replicas or group.num_awaited
         from composer_replication.coordinator.server import Coordinator
 
-        with Interrupts() as interrupts, ExitStack() as opened:
+        with Interrupts() as interrupts:
             try:
                 coordinator = Coordinator(
                     settings,
@@ -100,7 +99,7 @@ class CoordinatorCommand:
                 )
             except OSError as error:  # the address or the folder cannot be used
                 raise ConfigError(str(error)) from error
-            opened.callback(coordinator.shutdown)
+            interrupts.callback(coordinator.shutdown)
             address = coordinator.address
             print(f"{COORDINATOR}={address}  (for {count} replica groups)")
             print(f"page: {address}/")

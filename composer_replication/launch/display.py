@@ -74,8 +74,8 @@ class LiveRun(Run):
 
     def _new_warnings(self) -> Iterator[str]:
         for group in self:
-            for at, text in group.warnings:
-                if at >= group.began and text not in self._warnings:
+            for text in group.warnings:
+                if text not in self._warnings:
                     self._warnings.add(text)
                     yield text
 

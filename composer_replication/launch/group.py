@@ -41,14 +41,12 @@ class Group(History):
 
     Attributes:
         name: The group's id.
-        began: When this object was made. A continued run has earlier events.
         status: The newest ``status.json``.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.name = folder.name.removeprefix("replica_")
-        self.began = time.time()
         self.status: dict[str, Any] = {}
         self._folder = folder
         self._reader = JsonLineReader(folder / EVENTS)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -148,9 +147,9 @@ def launch_groups(
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
     print(f"Page: {coordinator.address}/{token_hint(tokens[0], bool(given), run_dir)}")
-    with Interrupts() as interrupts, ExitStack() as opened:
-        opened.callback(coordinator.shutdown)
-        groups = opened.enter_context(ReplicaGroups(run_dir, interrupts))
+    with Interrupts() as interrupts:
+        interrupts.callback(coordinator.shutdown)
+        groups = interrupts.enter_context(ReplicaGroups(run_dir, interrupts))
 
         def start(replica_id: int) -> None:
             # Without this a restarted group would be rejected as a duplicate until its
@@ -249,12 +248,12 @@ def run_group(
         ConfigError: There is no such command, or the group has no id.
     """
     words = check_command(command)
-    environ = ReplicaEnv.from_env()
     replica_id = replica_id_from(os.environ)
-    with ExitStack() as opened:
-        folder = run_dir or environ.run_dir
+    with Interrupts() as interrupts:
+        folder = run_dir or ReplicaEnv.from_env().run_dir
         if folder is None:
-            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="replica-group-"))
+            made = tempfile.TemporaryDirectory(prefix="replica-group-")
+            folder = interrupts.enter_context(made)
             log.warning(
                 "No run folder is named, so the metrics are in %s and vanish at the end: use "
                 "--run-dir or COMPOSER_REPLICATION_RUN_DIR",
@@ -262,8 +261,8 @@ def run_group(
             )
         folder = Path(folder).absolute()
         log_path(folder, replica_id).parent.mkdir(parents=True, exist_ok=True)
-        interrupts = opened.enter_context(Interrupts())
-        groups = opened.enter_context(ReplicaGroups(folder, interrupts, keeps_logs=False))
+        groups = ReplicaGroups(folder, interrupts, keeps_logs=False)
+        interrupts.enter_context(groups)
         # A command that starts its own ranks may need what an engine says about its nodes.
         inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
         variables = inherited | group_environment(replica_id, folder, hang_timeout_s)

@@ -55,6 +55,7 @@ class Interrupts(ExitStack):
     """Counts Ctrl-C and SIGTERM while it is open.
 
     It raises nothing: an exception in the middle of a start or a stop would leave processes behind.
+    What is entered into this stack is closed while they are still counted.
 
     Attributes:
         count: Signals received so far.
@@ -77,8 +78,9 @@ class Interrupts(ExitStack):
 class ReplicaGroups:
     """The processes of the replica groups. Leaving the context ends every one of them.
 
-    Each group is a session of its own. The terminal's Ctrl-C then reaches the launcher alone, and a
-    group's ranks and loader workers can be found after the process that started them has died.
+    They get SIGTERM, and SIGKILL after ``GRACE_S`` seconds. Each group is a session of its own. The
+    terminal's Ctrl-C then reaches the launcher alone, and a group's ranks and loader workers can be
+    found after the process that started them has died.
 
     Args:
         run_dir: The run's folder. A group's log is ``replica_<id>/log.txt`` in it.
@@ -103,7 +105,15 @@ class ReplicaGroups:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.stop()
+        members = self.members(*self._watchdogs)
+        _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
+        _send(members, psutil.Process.terminate)
+        deadline = time.monotonic() + GRACE_S
+        self._wait(members, deadline, min(self.interrupts.count, 1))  # one may have led here
+        # Again: the processes may have started others meanwhile, which would be left behind.
+        members |= self.members(*self._watchdogs)
+        _send(members, psutil.Process.kill)
+        self._wait(members, deadline + 2)
         for replica_id in self._processes:
             self.end(replica_id)
 
@@ -149,23 +159,11 @@ class ReplicaGroups:
         """All processes in the sessions of these groups, and those below them."""
         leaders = {self._processes[id].pid for id in replica_ids if id in self._watchdogs}
         members = set()
-        for process in psutil.process_iter() if leaders else ():
+        for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) in leaders:
                     members |= {process, *process.children(recursive=True)}
         return members
-
-    def stop(self) -> None:
-        """End all processes of all groups: SIGTERM, then SIGKILL after ``GRACE_S`` seconds."""
-        members = self.members(*self._watchdogs)
-        _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
-        _send(members, psutil.Process.terminate)
-        deadline = time.monotonic() + GRACE_S
-        self._wait(members, deadline, min(self.interrupts.count, 1))  # one may have led here
-        # Again: the processes may have started others meanwhile, which would be left behind.
-        members |= self.members(*self._watchdogs)
-        _send(members, psutil.Process.kill)
-        self._wait(members, deadline + 2)
 
     def _wait(
         self,
