@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -80,14 +81,14 @@ class LiveRun(Run):
                     yield text
 
     def _new_losses_of_steps(self) -> Iterator[str]:
-        thrown_away: dict[str, list[str]] = {}
+        thrown_away = defaultdict[str, list[str]](list)
         for group in self:
             # What the first look finds is from before the run was continued.
             lost = group.steps_lost - self._steps_lost.get(group.name, group.steps_lost)
             self._steps_lost[group.name] = group.steps_lost
             if lost:
                 text = f"{plural(lost, 'inner step')} thrown away, {group.why_lost}"
-                thrown_away.setdefault(text, []).append(group.name)
+                thrown_away[text].append(group.name)
         for text, names in thrown_away.items():
             yield f"{listed_groups(names)}: {text}"
 
@@ -158,10 +159,10 @@ class LiveRun(Run):
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
         )
-        in_trouble: dict[str, list[str]] = {}
+        in_trouble = defaultdict[str, list[str]](list)
         for group in self:
             if group.mood != "good":
-                in_trouble.setdefault(group.state, []).append(group.name)
+                in_trouble[group.state].append(group.name)
         troubles = (f"group {', '.join(names)} {state}" for state, names in in_trouble.items())
         return ", ".join(filter(None, [overview, *troubles])) or "starting"
 

@@ -220,18 +220,29 @@ def group_command(
     if find_spec("composer") is None:
         others = ",".join(f"{rank}:3" for rank in range(1, nproc))  # their stdout and stderr
         return [
-            *(sys.executable, "-m", "torch.distributed.run", "--no-python"),
-            *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(nproc)),
-            *("--log-dir", folder, "--redirects", others, *own),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--no-python",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={nproc}",
+            f"--log-dir={folder}",
+            f"--redirects={others}",
+            *own,
         ]
     # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
     # would be lost.
     other_ranks = folder.replace("{", "{{").replace("}", "}}") + "/log_rank{rank}.txt"
     return [
-        *(sys.executable, "-m", "composer.cli.launcher"),
-        *("--nproc", str(nproc)),
-        *("--stdout", other_ranks, "--stderr", other_ranks),
-        *("--command_mode", *own),
+        sys.executable,
+        "-m",
+        "composer.cli.launcher",
+        f"--nproc={nproc}",
+        f"--stdout={other_ranks}",
+        f"--stderr={other_ranks}",
+        "--command_mode",
+        *own,
     ]
 
 
