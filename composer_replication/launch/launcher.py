@@ -28,7 +28,7 @@ from composer_replication.config_file import (
     save_config,
     with_values,
 )
-from composer_replication.group.run_folder import CONFIG, log_path, make_run_folder
+from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch.commands import CommandLine, Count, OptionalCount
 from composer_replication.launch.coordinator_command import TOKEN_FILE, write_token_file
 from composer_replication.launch.display import Display, LiveRun
@@ -260,7 +260,8 @@ def run_group(
                 folder,
             )
         folder = Path(folder).absolute()
-        log_path(folder, replica_id).parent.mkdir(parents=True, exist_ok=True)
+        # It may have the status of an earlier process.
+        ReplicaFolder(folder, replica_id).enter("starting")
         groups = ReplicaGroups(folder, interrupts, keeps_logs=False)
         interrupts.enter_context(groups)
         # A command that starts its own ranks may need what an engine says about its nodes.
@@ -280,7 +281,6 @@ def run_group(
             start_timeout_s=ReplicaOptions().start_timeout_s,
             say=log.warning,
         )
-        supervisor.begin(replica_id)  # the folder may have the status of an earlier process
         start(replica_id)
         failed = supervisor.watch()
     status = failed.get(replica_id, INTERRUPTED if interrupts.count else 0)

@@ -174,10 +174,6 @@ class Supervisor:
                 on_poll(self)
             time.sleep(POLL_S)
 
-    def begin(self, replica_id: ReplicaId) -> None:
-        """Forget what an earlier process of a group has reported."""
-        self._enter(self.records[replica_id], "starting")
-
     @fence("which groups have not joined")
     def _say_who_is_late(self) -> None:
         if time.monotonic() < self._join_by:
