@@ -10,7 +10,7 @@ from typing import Any, Literal
 from composer_replication.group.history import History
 from composer_replication.group.run_folder import EVENTS, REJECTED, STATUS, SYNC
 from composer_replication.group.words import format_roughly
-from composer_replication.util.json_files import JsonLineReader, read_json, replace_json
+from composer_replication.util.json_files import JsonLineReader, read_json
 
 SILENT_AFTER_S = 10.0
 """A training group that has completed no step for so long is shown as silent. A group whose steps
@@ -74,15 +74,6 @@ class Group(History):
     def num_damaged(self) -> int:
         """Lines that cannot be read. They are left out."""
         return self._reader.num_damaged + self._num_odd
-
-    def enter(self, phase: str, **more: float) -> None:
-        """Write another phase into ``status.json``, for a group that has ended.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        self.status = self.status | {"phase": phase, **more}
-        replace_json(self._folder / STATUS, self.status)
 
     # ---- its present state -------------------------------------------------------------------
 

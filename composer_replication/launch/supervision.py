@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_replication.group.history import Error
-from composer_replication.group.run_folder import REJECTED
+from composer_replication.group.run_folder import REJECTED, ReplicaFolder
 from composer_replication.group.words import plural
 from composer_replication.launch.group import (
     FAILED,
@@ -322,15 +322,15 @@ class Supervisor:
     def _end(self, record: GroupRecord, status: int, phase: str) -> None:
         """Note that a group has ended for good."""
         self.groups.end(record.id)
+        record.read()  # for ``run``, which is judged after the end
         record.end = phase
         record.due = 0.0
         record.status = status
         self._enter(record, phase)
 
     def _enter(self, record: GroupRecord, phase: str, **more: float) -> None:
-        # A full disk must not end the groups that train.
-        with fence(f"that group {record.id} is {phase}"):
-            record.read().enter(phase, **more)
+        with fence(f"that group {record.id} is {phase}"):  # its folder may be gone
+            ReplicaFolder(self.groups.run_dir, record.id).enter(phase, **more)
 
 
 def describe_end(status: int) -> str:
