@@ -41,7 +41,7 @@ _NOISE = [
     # Lines that Composer's launcher adds below the error of a rank.
     re.compile(r"^(?:ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID).*", re.M),
 ]
-"""What is no information in a group's log. The end of a line is none either."""
+"""What is no information in a group's log."""
 
 _END_BYTES = 2**16
 """How much of a group's log is read to find its error."""
