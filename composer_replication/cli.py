@@ -73,7 +73,6 @@ def main() -> NoReturn:
     """Run the command, and print errors with a known cause as one paragraph without a traceback."""
     ignore_output_errors()
     quiet_others()
-    status = 0
     try:
         ended = app(prog_name="composer-replication", standalone_mode=False)
         status = ended if isinstance(ended, int) else 0

@@ -153,22 +153,13 @@ def check_keys(keys: Iterable[object], where: str) -> None:
         raise ConfigError(f"{where} has no {key!r}: {fix}")
 
 
-def read_options(path: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Read options of a group that its launcher follows too, from a file as for ``load_settings``.
-
-    Raises:
-        ConfigError: The file cannot be read, or one of these values cannot be resolved.
-    """
-    section, where = _settings_section(read_yaml(path), path)
-    return {name: _setting(section, name, where) for name in names if name in section}
-
-
 # ---- the settings of a run in any job's file ---------------------------------------------------
 
 
 def load_settings(
     path: Path | None,
     given: Sequence[str] = (),
+    also: Sequence[str] = (),
 ) -> tuple[dict[str, Any], str, list[str]]:
     """Read what a coordinator needs of a job's file, and no more.
 
@@ -179,6 +170,7 @@ def load_settings(
     Args:
         path: The file. None: every setting has its default.
         given: Settings in place of the file's, such as ``sync_every=50``.
+        also: Options of a group that are read too, because its launcher follows them.
 
     Returns:
         A config with ``callbacks.diloco``, and with ``model`` if the file has one that can be
@@ -201,9 +193,10 @@ def load_settings(
         config = {"model": model} if (model := model_section(file)) else {}
         check_keys(section, where)
         sources.insert(0, str(path))
-    left_out = [str(name) for name in section if name not in (*OF_THE_RUN, TARGET)]
+    read = (*OF_THE_RUN, *also)
+    left_out = [str(name) for name in section if name not in (*read, TARGET)]
     section.merge_with(replaced)  # before it is resolved: --set may replace what only the job can
-    values = {name: _setting(section, name, where) for name in OF_THE_RUN if name in section}
+    values = {name: _setting(section, name, where) for name in read if name in section}
     read_diloco(values)
     config["callbacks"] = {"diloco": values}
     return config, " ".join(sources) or "the defaults", left_out

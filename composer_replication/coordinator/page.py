@@ -71,26 +71,24 @@ def with_record(status: Mapping[str, Any], record: Mapping[str, Any]) -> dict[st
 
     Args:
         status: As ``/v1/status`` returns it.
-        record: Its ``groups`` has more columns of each group, ``unregistered`` what there is of a
-            group that sends no heartbeats, its ``events`` are added, and ``trained_with`` are the
-            settings of the groups: a loop names its own. Other keys replace those of the status.
+        record: Its ``groups`` has columns of each group, for what no heartbeat says, its ``events``
+            are added, and ``trained_with`` are the settings of the groups: a loop names its own.
+            Other values that it has replace those of the status.
     """
-    rest = dict(record)
-    groups = rest.pop("groups", {})
-    shown = rest.pop("unregistered", {})
+    rest = {name: value for name, value in record.items() if value is not None}
+    rows = dict(rest.pop("groups", {}))
     events = rest.pop("events", ())
     trained_with = rest.pop("trained_with", None)
     if trained_with is not None:
         named = shown_settings(trained_with)
         if named["settings"] != status.get("settings"):
             rest |= named | {"settings_source": "as the groups name them"}
-    shown = {**shown, **{group["replica_id"]: group for group in status["replicas"]}}
+    for row in status["replicas"]:
+        id = row["replica_id"]
+        rows[id] = {**rows.get(id, {}), **row}
     return {
         **status,
         **rest,
-        "replicas": [
-            {"replica_id": id, **shown.get(id, {}), **groups.get(id, {})}
-            for id in dict.fromkeys([*shown, *groups])
-        ],
+        "replicas": [{"replica_id": id, **row} for id, row in rows.items()],
         "events": [*status["events"], *events],
     }

@@ -39,22 +39,6 @@ class Error(NamedTuple):
     text: str
 
 
-class Trouble(NamedTuple):
-    """What was unusual about a sync.
-
-    Attributes:
-        time: When it was over.
-        text: What has happened.
-        steps_lost: How many inner steps the group has thrown away.
-        why_lost: Why it has thrown them away; empty if it has not.
-    """
-
-    time: float
-    text: str
-    steps_lost: int
-    why_lost: str
-
-
 class History(Course):
     """What has happened to a replica group, from its events.
 
@@ -63,7 +47,7 @@ class History(Course):
         resumes: The events of its resumes from a checkpoint.
         evaluations: Rows of ``time``, ``batch`` and the metrics in ``eval``.
         errors: The errors with which it has ended, rejections of its settings among them.
-        warnings: Rows of a time and a warning about its settings or samples.
+        warnings: What is odd about its settings or samples, since the run was last continued.
         saved_at: The step whose state a loop of one's own has saved last; None before.
         result: Its final result; empty if it has none.
         num_syncs: Its committed syncs.
@@ -72,10 +56,11 @@ class History(Course):
         inner_steps: Its inner steps until then.
         bytes_sent: What all its ranks have sent in syncs.
         steps_lost: Those of its inner steps that were thrown away.
+        why_lost: Why it has thrown some away last.
         fruitless: The number of its last syncs to which no group has contributed.
         contributed_at: When the newest sync to which it has contributed was over.
         continued_at: When the run was last continued; 0 if it never was.
-        troubles: Syncs that were unusual.
+        troubles: Rows of a time and what was unusual about a sync.
         cosines: Of the newest syncs, those of the mean with the momentum and between groups.
     """
 
@@ -85,7 +70,7 @@ class History(Course):
         self.resumes: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.errors: list[Error] = []
-        self.warnings: list[tuple[float, str]] = []
+        self.warnings: list[str] = []
         self.saved_at: int | None = None
         self.result: dict[str, Any] = {}
         self.num_syncs = 0
@@ -94,10 +79,11 @@ class History(Course):
         self.inner_steps = 0
         self.bytes_sent = 0
         self.steps_lost = 0
+        self.why_lost = ""
         self.fruitless = 0
         self.contributed_at = 0.0
         self.continued_at = 0.0
-        self.troubles: deque[Trouble] = deque(maxlen=MAX_TROUBLES)
+        self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_TROUBLES)
         self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
         self._fragment_bytes: dict[int, int] = {}
         self._position = 0.0
@@ -124,6 +110,7 @@ class History(Course):
             case run_folder.CONTINUED:
                 self.result = {}
                 self.continued_at = at
+                self.warnings.clear()
                 self._position = 0.0  # the time in which the run was stopped does not count
                 self.forget_digests()
             case run_folder.END:
@@ -135,7 +122,7 @@ class History(Course):
             case run_folder.ERROR | run_folder.REJECTION:
                 self.errors.append(Error(at, event.get("type", ""), event["error"]))
             case run_folder.WARNING:
-                self.warnings.append((at, event["warning"]))
+                self.warnings.append(event["warning"])
             case run_folder.RESUME:
                 self.resumes.append(event | {"batch": event["batch"]})  # it has to have one
             case run_folder.SAVED:
@@ -177,10 +164,10 @@ class History(Course):
             texts.append(f"{plural(retries, 'retry', 'retries')} of the sync")
         if lost:
             texts.append(f"{plural(lost, 'inner step')} thrown away")
-        self.steps_lost += lost
+            self.steps_lost += lost
+            self.why_lost = why
         if texts:
-            text = f"outer step {step}: {', '.join(texts)}"
-            self.troubles.append(Trouble(at, text, lost, why))
+            self.troubles.append((at, f"outer step {step}: {', '.join(texts)}"))
         self._account(at, metric("sync_seconds", 0.0))
 
     def _add_gap(self, batch: int) -> None:
@@ -274,8 +261,8 @@ class History(Course):
             yield resume.get("time", 0.0), f" resumed at batch {resume['batch']}"
         for error in self.errors:
             yield error.time, f" ended with an error: {error.text}"
-        for trouble in self.troubles:
-            yield trouble.time, f", {trouble.text}"
+        for at, trouble in self.troubles:
+            yield at, f", {trouble}"
 
 
 def _measured(metrics: Mapping[str, float] | None) -> dict[str, float]:

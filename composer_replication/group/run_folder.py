@@ -241,9 +241,9 @@ class ReplicaFolder:
         with self._warnings():
             replace_json(self._folder / STATUS, {"phase": phase, **progress})
 
-    def enter(self, phase: str) -> None:
-        """Write ``status.json`` with another phase, and the rest as it is."""
-        self.write_status(**{**self.read_status(), "phase": phase})
+    def enter(self, phase: str, **more: float) -> None:
+        """Write ``status.json`` with another phase and more, and the rest as it is."""
+        self.write_status(**{**self.read_status(), **more, "phase": phase})
 
     def write_error(self, error: BaseException | None) -> None:
         """Record the error with which the group ends, once; None: there is none."""

@@ -38,8 +38,12 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
     """
 
     def add(target: Any) -> Any:
-        signature, hints = inspect.signature(target), get_type_hints(target, include_extras=True)
-        helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", _descriptions(target), re.M))
+        signature = inspect.signature(target)
+        hints = get_type_hints(target, include_extras=True)
+        # A dataclass has its own options and those that it inherits.
+        texts = map(inspect.getdoc, reversed(getattr(target, "__mro__", [target])))
+        described = "\n".join(filter(None, texts))
+        helps = dict(re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", described, re.M))
         parameters = [
             each.replace(annotation=_option(name, hints[name], helps.get(name, "")))
             for name, each in signature.parameters.items()
@@ -52,26 +56,22 @@ def command(app: typer.Typer, name: str | None = None, **settings: Any) -> Calla
                 raise typer.Exit(status)
 
         act.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore
-        act.__annotations__ = {each.name: each.annotation for each in parameters}
-        text = inspect.cleandoc(target.__doc__ or "").partition("\n\nArgs:")[0]
+        text = (inspect.getdoc(target) or "").partition("\n\nArgs:")[0]
         app.command(name or target.__name__, help=text, **settings)(act)
         return target
 
     return add
 
 
-def _descriptions(target: Any) -> str:
-    """The lines below ``Args:`` of a function, or of a dataclass and those it inherits from."""
-    kinds = reversed(getattr(target, "__mro__", (target,)))
-    texts = (inspect.cleandoc(kind.__doc__ or "") for kind in kinds)
-    return "\n".join(text.partition("Args:\n")[2].partition("\n\n")[0] for text in texts)
-
-
 def _option(name: str, hint: Any, text: str) -> Any:
     kind, *given = get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-    # Without a name typer would add a --no-... to a flag.
-    names = [f"--{name.replace('_', '-')}"] if kind is bool else []
-    info = copy(given[0]) if given else typer.Option(*names)
+    if given:
+        info = copy(given[0])
+    elif kind is bool:
+        # Without a name typer would add a --no-... to it.
+        info = typer.Option(f"--{name.replace('_', '-')}")
+    else:
+        info = typer.Option()
     info.help = " ".join(text.replace("``", "").split())
     return Annotated[kind, info]
 

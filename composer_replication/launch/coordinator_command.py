@@ -6,9 +6,9 @@ import logging
 import os
 import secrets
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated
 
 import typer
@@ -79,7 +79,7 @@ class CoordinatorCommand:
         count = self.replicas or group.num_awaited
         from composer_replication.coordinator.server import Coordinator
 
-        with Interrupts() as interrupts, ExitStack() as opened:
+        with Interrupts() as interrupts:
             try:
                 coordinator = Coordinator(
                     settings,
@@ -99,7 +99,7 @@ class CoordinatorCommand:
                 )
             except OSError as error:  # the address or the folder cannot be used
                 raise ConfigError(str(error)) from error
-            opened.callback(coordinator.shutdown)
+            interrupts.callback(coordinator.shutdown)
             address = coordinator.address
             print(f"{COORDINATOR}={address}  (for {count} replica groups)")
             print(f"page: {address}/")
@@ -187,8 +187,7 @@ def write_token_file(path: Path, token: str) -> None:
         OSError: The file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # O_EXCL below refuses a leftover, another user's file or a link
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(token + "\n")
-    part.replace(path)
+    # It makes a file that no other user can read, under a name that nobody can know before.
+    with NamedTemporaryFile("w", dir=path.parent, delete=False) as part:
+        part.write(token + "\n")
+    os.replace(part.name, path)

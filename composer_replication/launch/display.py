@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class LiveRun(Run):
         self._away_since: dict[str, float] = {}
         self._silent: set[str] = set()
         self._warnings: set[str] = set()
-        self._looked_until: dict[str, float] = {}
+        self._steps_lost: dict[str, int] = {}
         self._participants: int | None = None
         self._differed = False
 
@@ -74,21 +75,20 @@ class LiveRun(Run):
 
     def _new_warnings(self) -> Iterator[str]:
         for group in self:
-            for at, text in group.warnings:
-                if at >= group.began and text not in self._warnings:
+            for text in group.warnings:
+                if text not in self._warnings:
                     self._warnings.add(text)
                     yield text
 
     def _new_losses_of_steps(self) -> Iterator[str]:
-        thrown_away: dict[str, list[str]] = {}
+        thrown_away = defaultdict[str, list[str]](list)
         for group in self:
-            until = self._looked_until.get(group.name, group.began)
-            new = [each for each in group.troubles if each.steps_lost and each.time > until]
-            if new:
-                lost = sum(each.steps_lost for each in new)
-                text = f"{plural(lost, 'inner step')} thrown away, {new[-1].why_lost}"
-                thrown_away.setdefault(text, []).append(group.name)
-            self._looked_until[group.name] = max(until, group.newest.get("time", 0.0))
+            # What the first look finds is from before the run was continued.
+            lost = group.steps_lost - self._steps_lost.get(group.name, group.steps_lost)
+            self._steps_lost[group.name] = group.steps_lost
+            if lost:
+                text = f"{plural(lost, 'inner step')} thrown away, {group.why_lost}"
+                thrown_away[text].append(group.name)
         for text, names in thrown_away.items():
             yield f"{listed_groups(names)}: {text}"
 
@@ -131,15 +131,16 @@ class LiveRun(Run):
     @property
     def overview(self) -> str:
         """Which outer step was taken by how many groups, and whether their parameters are equal."""
-        learned = "learned nothing" if self.failure else ""
-        return ", ".join(filter(None, [self._newest, learned, self._agreement]))
+        return self._joined()
 
-    @property
-    def _newest(self) -> str:
-        if self.participants is None:
-            return ""
-        groups = plural(len(self.groups), "group")
-        return f"outer step {self.outer_steps}: {self.participants} of {groups}"
+    def _joined(self, *progress: str) -> str:
+        """The newest sync, how far the groups are in other words, and what came of it."""
+        newest = ""
+        if self.participants is not None:
+            groups = plural(len(self.groups), "group")
+            newest = f"outer step {self.outer_steps}: {self.participants} of {groups}"
+        learned = "learned nothing" if self.failure else ""
+        return ", ".join(filter(None, [newest, *progress, learned, self._agreement]))
 
     @property
     def differ(self) -> bool:
@@ -153,20 +154,17 @@ class LiveRun(Run):
         losses = sorted(group.loss for group in self._present if group.loss is not None)
         texts = dict.fromkeys(f"{loss:.3f}" for loss in losses[:1] + losses[-1:])
         left = [group.seconds_left for group in self if group.seconds_left is not None]
-        in_trouble: dict[str, list[str]] = {}
-        for group in self:
-            if group.mood != "good":
-                in_trouble.setdefault(group.state, []).append(group.name)
-        parts = [
-            self._newest,
-            "" if step == "-" else f"step {step}",
+        overview = self._joined(
+            f"step {step}" if step else "",
             f"loss {' to '.join(texts)}" if texts else "",
             f"{format_duration(max(left))} left" if left else "",
-            "learned nothing" if self.failure else "",
-            self._agreement,
-            *(f"group {', '.join(names)} {state}" for state, names in in_trouble.items()),
-        ]
-        return ", ".join(filter(None, parts)) or "starting"
+        )
+        in_trouble = defaultdict[str, list[str]](list)
+        for group in self:
+            if group.mood != "good":
+                in_trouble[group.state].append(group.name)
+        troubles = (f"group {', '.join(names)} {state}" for state, names in in_trouble.items())
+        return ", ".join(filter(None, [overview, *troubles])) or "starting"
 
     @property
     def _present(self) -> list[Group]:
@@ -293,7 +291,7 @@ def _row(group: Group) -> Iterator[RenderableType]:
     yield Text(group.name, style=STYLES[group.mood])
     yield Text(group.state, style=STYLES[group.mood])
     yield "" if group.done is None else ProgressBar(1.0, group.done, complete_style="cyan")
-    yield group.step
-    yield "-" if group.participants is None else f"{group.participants}"
+    yield group.step or "-"
+    yield f"{group.participants or '-'}"
     yield "-" if group.loss is None else f"{group.loss:.3f}"
     yield "-" if group.seconds_left is None else format_duration(group.seconds_left)

@@ -213,13 +213,16 @@ def check_folders(job: Job) -> Iterator[Row]:
         if folder is None or "://" in folder:
             continue
         path = Path(folder.partition("{")[0].rstrip("$")).absolute()
-        existing = next(each for each in (path, *path.parents) if each.exists())
-        free = shutil.disk_usage(existing).free / 1e9
-        with suppress(OSError), tempfile.TemporaryFile(dir=existing):
-            state, fix = (OK, "") if free > LITTLE_SPACE_GB else (WARNING, ": make some room")
-            yield state, key, f"{folder} can be written, {free:.3g} GB are free{fix}"
+        while not path.exists():
+            path = path.parent
+        try:
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError:
+            yield ERROR, key, f"{folder} cannot be written: set {key} to another folder"
             continue
-        yield ERROR, key, f"{folder} cannot be written: set {key} to another folder"
+        free = shutil.disk_usage(path).free / 1e9
+        state, fix = (OK, "") if free > LITTLE_SPACE_GB else (WARNING, ": make some room")
+        yield state, key, f"{folder} can be written, {free:.3g} GB are free{fix}"
 
 
 def check_coordinator(job: Job) -> Iterator[Row]:
@@ -253,9 +256,8 @@ def check_lighthouse(job: Job) -> Iterator[Row]:
     yield OK, "lighthouse", f"{address} can be reached"
     status = lighthouse.read_status(address)
     for member in status.members:
-        parts = urlsplit(member.manager_addr)
         text = f"replica group {member.replica_id.partition(':')[0]} at {member.manager_addr}"
-        if lighthouse.can_connect(parts.hostname or "", parts.port or 80, CONNECT_TIMEOUT_S):
+        if addresses.does_answer(member.manager_addr, CONNECT_TIMEOUT_S):
             yield OK, "peers", f"{text} can be reached"
         elif member.replica_id in status.alive:
             text += f" cannot be reached from here: there, {addresses.HOSTNAME_FIX}"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from composer_replication.group.history import History
 from composer_replication.group.run_folder import EVENTS, REJECTED, STATUS, SYNC
 from composer_replication.group.words import format_roughly
-from composer_replication.util.json_files import JsonLineReader, read_json, replace_json
+from composer_replication.util.json_files import JsonLineReader, read_json
 
 SILENT_AFTER_S = 10.0
 """A training group that has completed no step for so long is shown as silent. A group whose steps
@@ -41,14 +41,12 @@ class Group(History):
 
     Attributes:
         name: The group's id.
-        began: When this object was made. A continued run has earlier events.
         status: The newest ``status.json``.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.name = folder.name.removeprefix("replica_")
-        self.began = time.time()
         self.status: dict[str, Any] = {}
         self._folder = folder
         self._reader = JsonLineReader(folder / EVENTS)
@@ -76,15 +74,6 @@ class Group(History):
     def num_damaged(self) -> int:
         """Lines that cannot be read. They are left out."""
         return self._reader.num_damaged + self._num_odd
-
-    def enter(self, phase: str, **more: float) -> None:
-        """Write another phase into ``status.json``, for a group that has ended.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-        self.status = self.status | {"phase": phase, **more}
-        replace_json(self._folder / STATUS, self.status)
 
     # ---- its present state -------------------------------------------------------------------
 
@@ -141,9 +130,9 @@ class Group(History):
 
     @property
     def step(self) -> str:
-        """The batches that the group has trained, and their number if it is known."""
+        """The batches that the group has trained, and their number if known; empty before any."""
         if "batch" not in self.status:
-            return "-"
+            return ""
         batches = self.status.get("max_batches")
         return f"{self.batch} / {batches}" if batches else f"{self.batch}"
 

@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from composer_replication.config_file import (
     diloco_section,
     load_settings,
     read_diloco,
-    read_options,
 )
 from composer_replication.group.run_folder import CONFIG, log_path
 from composer_replication.launch.commands import JobOptions
@@ -54,7 +53,6 @@ class Job:
             to be replaced.
         nproc: How many processes of the command each group has, one for each rank. None: the
             command starts the ranks of its group itself, or it is the only one.
-        environ: Further environment variables of the groups.
         is_own: Whether the command is the user's own, which may lack the callback.
     """
 
@@ -63,7 +61,6 @@ class Job:
     name: str | Path
     command: Sequence[str]
     nproc: int | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
     is_own: bool = False
 
 
@@ -123,17 +120,17 @@ def _command_job(command: Sequence[str], options: JobOptions) -> Job:
         ConfigError: There is no such command, the file cannot be used, or a setting is unknown or
             impossible.
     """
-    config, source, left_out = load_settings(options.settings, options.set or ())
     followed = ("run_dir", "start_timeout_s")
-    of_file = {} if options.settings is None else read_options(options.settings, followed)
-    run_dir = options.run_dir or of_file.pop("run_dir", None) or ""
-    if without := [name for name in left_out if name not in followed]:
-        source += f" (without {', '.join(without)}: name such options in the command)"
+    config, source, left_out = load_settings(options.settings, options.set or (), followed)
+    section = diloco_section(config)
+    run_dir = options.run_dir or section.pop("run_dir", None) or ""
+    if left_out:
+        source += f" (without {', '.join(left_out)}: name such options in the command)"
     check_command(command)
     return Job(
         config={
             "run_dir": str(run_dir),
-            "callbacks": {"diloco": diloco_section(config) | of_file},
+            "callbacks": {"diloco": section},
             "autoresume": options.resume,
             "command": [word.replace("${", "\\${") for word in command],  # no ${...} of OmegaConf's
         },
@@ -223,18 +220,29 @@ def group_command(
     if find_spec("composer") is None:
         others = ",".join(f"{rank}:3" for rank in range(1, nproc))  # their stdout and stderr
         return [
-            *(sys.executable, "-m", "torch.distributed.run", "--no-python"),
-            *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(nproc)),
-            *("--log-dir", folder, "--redirects", others, *own),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--no-python",
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={nproc}",
+            f"--log-dir={folder}",
+            f"--redirects={others}",
+            *own,
         ]
     # Composer's launcher forwards the output of rank 0. Without a file, that of the other ranks
     # would be lost.
     other_ranks = folder.replace("{", "{{").replace("}", "}}") + "/log_rank{rank}.txt"
     return [
-        *(sys.executable, "-m", "composer.cli.launcher"),
-        *("--nproc", str(nproc)),
-        *("--stdout", other_ranks, "--stderr", other_ranks),
-        *("--command_mode", *own),
+        sys.executable,
+        "-m",
+        "composer.cli.launcher",
+        f"--nproc={nproc}",
+        f"--stdout={other_ranks}",
+        f"--stderr={other_ranks}",
+        "--command_mode",
+        *own,
     ]
 
 

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from composer_replication.config_file import (
     save_config,
     with_values,
 )
-from composer_replication.group.run_folder import CONFIG, log_path, make_run_folder
+from composer_replication.group.run_folder import CONFIG, ReplicaFolder, make_run_folder
 from composer_replication.launch.commands import CommandLine, Count, OptionalCount
 from composer_replication.launch.coordinator_command import TOKEN_FILE, write_token_file
 from composer_replication.launch.display import Display, LiveRun
@@ -148,9 +147,9 @@ def launch_groups(
     # The display shows the groups. Log lines of the coordinator would be drawn over it.
     logging.getLogger("composer_replication.coordinator").setLevel(logging.WARNING)
     print(f"Page: {coordinator.address}/{token_hint(tokens[0], bool(given), run_dir)}")
-    with Interrupts() as interrupts, ExitStack() as opened:
-        opened.callback(coordinator.shutdown)
-        groups = opened.enter_context(ReplicaGroups(run_dir, interrupts))
+    with Interrupts() as interrupts:
+        interrupts.callback(coordinator.shutdown)
+        groups = interrupts.enter_context(ReplicaGroups(run_dir, interrupts))
 
         def start(replica_id: int) -> None:
             # Without this a restarted group would be rejected as a duplicate until its
@@ -158,7 +157,7 @@ def launch_groups(
             coordinator.group_has_ended(replica_id)
             environ = environment(replica_id, replicas, job.nproc, coordinator)
             environ |= group_environment(replica_id, run_dir, options.hang_timeout_s)
-            environ |= {TOKEN: ",".join(tokens), **job.environ}
+            environ[TOKEN] = ",".join(tokens)
             command = group_command(job.command, job.nproc, run_dir, replica_id)
             groups.start(replica_id, command, environ)
 
@@ -249,21 +248,22 @@ def run_group(
         ConfigError: There is no such command, or the group has no id.
     """
     words = check_command(command)
-    environ = ReplicaEnv.from_env()
     replica_id = replica_id_from(os.environ)
-    with ExitStack() as opened:
-        folder = run_dir or environ.run_dir
+    with Interrupts() as interrupts:
+        folder = run_dir or ReplicaEnv.from_env().run_dir
         if folder is None:
-            folder = opened.enter_context(tempfile.TemporaryDirectory(prefix="replica-group-"))
+            made = tempfile.TemporaryDirectory(prefix="replica-group-")
+            folder = interrupts.enter_context(made)
             log.warning(
                 "No run folder is named, so the metrics are in %s and vanish at the end: use "
                 "--run-dir or COMPOSER_REPLICATION_RUN_DIR",
                 folder,
             )
         folder = Path(folder).absolute()
-        log_path(folder, replica_id).parent.mkdir(parents=True, exist_ok=True)
-        interrupts = opened.enter_context(Interrupts())
-        groups = opened.enter_context(ReplicaGroups(folder, interrupts, keeps_logs=False))
+        # It may have the status of an earlier process.
+        ReplicaFolder(folder, replica_id).enter("starting")
+        groups = ReplicaGroups(folder, interrupts, keeps_logs=False)
+        interrupts.enter_context(groups)
         # A command that starts its own ranks may need what an engine says about its nodes.
         inherited = dict(os.environ) if nproc in (None, 1) else without_ranks(os.environ)
         variables = inherited | group_environment(replica_id, folder, hang_timeout_s)
@@ -281,7 +281,6 @@ def run_group(
             start_timeout_s=ReplicaOptions().start_timeout_s,
             say=log.warning,
         )
-        supervisor.begin(replica_id)  # the folder may have the status of an earlier process
         start(replica_id)
         failed = supervisor.watch()
     status = failed.get(replica_id, INTERRUPTED if interrupts.count else 0)

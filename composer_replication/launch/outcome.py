@@ -67,19 +67,20 @@ def conclude(run_dir: Path, supervisor: Supervisor, seconds: float) -> int:
     Returns:
         An exit status: 1 if a group was left out, or for what ``finish`` returns 1, else 0.
     """
-    ended: dict[str, list[int]] = {FINISHED: [], LEFT_OUT: [], NOT_BACK: []}
-    for id, record in supervisor.records.items():
-        ended[record.end].append(id)
-    if ended[NOT_BACK]:
+    records = supervisor.records.values()
+    if late := [str(each.id) for each in records if each.end == NOT_BACK]:
         print_error(
-            f"Replica groups {', '.join(map(str, ended[NOT_BACK]))} died while the others "
-            "finished, and could not rejoin in time. The others' global parameters are complete"
+            f"Replica groups {', '.join(late)} died while the others finished, and could not "
+            "rejoin in time. The others' global parameters are complete"
         )
-    status = finish(run_dir, ended[FINISHED], seconds, supervisor.restarts)
-    for id in ended[LEFT_OUT]:
-        deaths = supervisor.records[id].deaths
-        explain_failure(run_dir, id, deaths[-1], "so the others went on without it")
-    return FAILED if ended[LEFT_OUT] else status
+    finished = [each.id for each in records if each.end == FINISHED]
+    status = finish(run_dir, finished, seconds, supervisor.restarts)
+    for record in records:
+        if record.end == LEFT_OUT:
+            then = "so the others went on without it"
+            explain_failure(run_dir, record.id, record.deaths[-1], then)
+            status = FAILED
+    return status
 
 
 def finish(
@@ -279,43 +280,31 @@ def _record_of(run: Run) -> dict[str, Any]:
         for group in run
         for at, text in group.for_people()
     )
-    record = {
+    # What the folder does not know yet, heartbeats may know.
+    losses = {group.name: group.losses.points for group in run}
+    return {
         "run_name": run.run_dir.resolve().name,
         "result": result_of(run),
         "failure": run.failure,
-        "groups": {group.name: _known_of(group) for group in run},
-        "unregistered": {group.name: _shown_of(group) for group in run if group.status},
+        "groups": {group.name: _columns_of(group) for group in run},
+        "losses": losses if any(losses.values()) else None,
+        "agreement": agreement_of(run.groups),
         "evaluations": evaluations[-50:],
         "trained_with": run.settings,
         "events": [{"time": at, "text": text} for at, text in events[-MAX_TROUBLES:]],
     }
-    # What the folder does not know yet, heartbeats may know.
-    losses = {group.name: group.losses.points for group in run}
-    if any(losses.values()):
-        record["losses"] = losses
-    if (agreement := agreement_of(run.groups)) is not None:
-        record["agreement"] = agreement
-    return record
 
 
-def _known_of(group: Group) -> dict[str, Any]:
-    """What a group's folder alone knows of it."""
-    known: dict[str, Any] = {}
-    if group.inner_share is not None:
-        known["inner_share"] = group.inner_share
-    if group.open_errors:
-        known["error"] = group.open_errors[-1].text
-    return known
-
-
-def _shown_of(group: Group) -> dict[str, Any]:
-    """A group's columns from its own folder: it may send no heartbeats, as a plain loop."""
-    is_alive = group.phase in ("joining", "evaluating", *TRAINING)
+def _columns_of(group: Group) -> dict[str, Any]:
+    """What a group's folder knows of it. It may send no heartbeats, as a plain loop."""
+    errors = group.open_errors
     return {
         **group.status,
         "metrics": group.newest,
-        "is_alive": is_alive,
+        "is_alive": group.phase in ("joining", "evaluating", *TRAINING),
         "last_seen_s": None,
+        "inner_share": group.inner_share,
+        "error": errors[-1].text if errors else None,
     }
 
 
@@ -335,11 +324,13 @@ def write_page(run: Run) -> Path:
         OSError: The page cannot be written.
     """
     record = _record_of(run)
-    for id, columns in record["groups"].items():
-        phase = {"phase": FINISHED} if id in run.results else {}
-        columns |= _shown_of(run.groups[id]) | phase | {"is_alive": False}
     shown = read_json(run.run_dir / PAGE_DATA) or {"version": __version__}  # it was killed, or away
     data = with_record({"replicas": [], "events": [], **shown}, record)
+    for row in data["replicas"]:  # newer than their last heartbeats
+        id = row["replica_id"]
+        row |= record["groups"].get(id, {}) | {"is_alive": False}
+        if id in run.results:
+            row["phase"] = FINISHED
     data["outer_step"] = run.outer_steps
     names = (SUMMARY, CONFIG, *(f"replica_{id}/log.txt" for id in run.groups))
     files = [name for name in names if (run.run_dir / name).exists()]

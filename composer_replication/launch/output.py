@@ -40,9 +40,12 @@ def quiet_others() -> None:
     handler = logging.lastResort
     assert handler is not None, "only a program that wants no log lines at all removes it"
     handler.setLevel(logging.NOTSET)
-    line = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(line, "%Y-%m-%d %H:%M:%S"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.basicConfig(
+        level=logging.WARNING,
+        handlers=[handler],
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
     ours = logging.getLogger(PACKAGE)
     ours.setLevel(logging.INFO if is_first else logging.WARNING)
     warnings.filterwarnings("ignore")
@@ -55,15 +58,17 @@ def report_error(error: Exception) -> int:
     Returns:
         The exit status: ``BAD_INPUT`` for bad input, ``FAILED`` for a run that failed.
     """
-    is_usage = hasattr(error, "format_message")  # typer's own, whose class is private
-    if not is_usage and not is_known(error):
+    if hasattr(error, "format_message"):  # typer's own, whose class is private
+        print_error(f"Error: {_usage(error)}")
+        return BAD_INPUT
+    if not is_known(error):
         traceback.print_exception(error)
         return FAILED
-    print_error(f"Error: {_usage(error) if is_usage else error}")
+    print_error(f"Error: {error}")
     if isinstance(error, DuplicateIdError):
         return FAILED  # the name may be free the next time
     is_bad_input = isinstance(error, ValueError | FileNotFoundError | MissingExtraError)
-    return BAD_INPUT if is_bad_input or is_usage else FAILED
+    return BAD_INPUT if is_bad_input else FAILED
 
 
 @fence("what has failed")

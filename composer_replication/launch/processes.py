@@ -10,10 +10,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import psutil
 
@@ -33,42 +33,43 @@ POLL_S = 0.1
 # from the launcher, which then closes.
 _WATCHDOG = "read -r _; kill -s TERM -- -$0; sleep 5; kill -s KILL -- -$0"
 
-# Colours, and the rank that torch writes before every line of a traceback.
-_DECORATION = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.MULTILINE)
-
-# Lines that Composer's launcher adds below the error of a rank.
-_LAUNCHERS_OWN = re.compile(r"(ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID)")
+_NOISE = [
+    # Colours, and the rank that torch writes before every line of a traceback.
+    re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|^\[rank\d+\]: ?", re.M),
+    # The frames of a traceback.
+    re.compile(r"^Traceback \(.*\n(?: .*\n?)*", re.M),
+    # Lines that Composer's launcher adds below the error of a rank.
+    re.compile(r"^(?:ERROR:__main__:|-{10}|Waiting up to|Global rank \d+ \(PID).*", re.M),
+]
+"""What is no information in a group's log."""
 
 _END_BYTES = 2**16
 """How much of a group's log is read to find its error."""
 
 
-def _start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-    options = {"stdin": DEVNULL} | options
-    return subprocess.Popen[bytes](command, start_new_session=True, **options)
+def _start(command: list[str], stdin: int = DEVNULL, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen[bytes](command, stdin=stdin, start_new_session=True, **options)
 
 
-class Interrupts:
+class Interrupts(ExitStack):
     """Counts Ctrl-C and SIGTERM while it is open.
 
     It raises nothing: an exception in the middle of a start or a stop would leave processes behind.
+    What is entered into this stack is closed while they are still counted.
 
     Attributes:
         count: Signals received so far.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.count = 0
-        self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> Self:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._count_signal)
+            before = signal.signal(number, self._count_signal)
+            self.callback(signal.signal, number, before)
         return self
-
-    def __exit__(self, *exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _count_signal(self, *signal_and_frame: object) -> None:
         self.count += 1
@@ -77,8 +78,9 @@ class Interrupts:
 class ReplicaGroups:
     """The processes of the replica groups. Leaving the context ends every one of them.
 
-    Each group is a session of its own. The terminal's Ctrl-C then reaches the launcher alone, and a
-    group's ranks and loader workers can be found after the process that started them has died.
+    They get SIGTERM, and SIGKILL after ``GRACE_S`` seconds. Each group is a session of its own. The
+    terminal's Ctrl-C then reaches the launcher alone, and a group's ranks and loader workers can be
+    found after the process that started them has died.
 
     Args:
         run_dir: The run's folder. A group's log is ``replica_<id>/log.txt`` in it.
@@ -103,7 +105,15 @@ class ReplicaGroups:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.stop()
+        members = self.members(*self._watchdogs)
+        _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
+        _send(members, psutil.Process.terminate)
+        deadline = time.monotonic() + GRACE_S
+        self._wait(members, deadline, min(self.interrupts.count, 1))  # one may have led here
+        # Again: the processes may have started others meanwhile, which would be left behind.
+        members |= self.members(*self._watchdogs)
+        _send(members, psutil.Process.kill)
+        self._wait(members, deadline + 2)
         for replica_id in self._processes:
             self.end(replica_id)
 
@@ -149,23 +159,11 @@ class ReplicaGroups:
         """All processes in the sessions of these groups, and those below them."""
         leaders = {self._processes[id].pid for id in replica_ids if id in self._watchdogs}
         members = set()
-        for process in psutil.process_iter() if leaders else ():
+        for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
                 if os.getsid(process.pid) in leaders:
                     members |= {process, *process.children(recursive=True)}
         return members
-
-    def stop(self) -> None:
-        """End all processes of all groups: SIGTERM, then SIGKILL after ``GRACE_S`` seconds."""
-        members = self.members(*self._watchdogs)
-        _send(members, psutil.Process.resume)  # a stopped process does not act on SIGTERM
-        _send(members, psutil.Process.terminate)
-        deadline = time.monotonic() + GRACE_S
-        self._wait(members, deadline, min(self.interrupts.count, 1))  # one may have led here
-        # Again: the processes may have started others meanwhile, which would be left behind.
-        members |= self.members(*self._watchdogs)
-        _send(members, psutil.Process.kill)
-        self._wait(members, deadline + 2)
 
     def _wait(
         self,
@@ -213,11 +211,8 @@ def last_lines(path: Path, limit: int = 12) -> list[str]:
     """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
-        output = _DECORATION.sub("", file.read().decode(errors="replace"))
-    lines: dict[str, None] = {}  # a set that keeps the order
-    in_traceback = False
-    for line in output.splitlines():
-        in_traceback = line.startswith("Traceback (") or (in_traceback and line.startswith(" "))
-        if line.strip() and not in_traceback and not _LAUNCHERS_OWN.match(line):
-            lines[line.rstrip()] = None
-    return [*lines][-limit:]
+        text = file.read().decode(errors="replace")
+    for noise in _NOISE:
+        text = noise.sub("", text)
+    lines = filter(None, map(str.rstrip, text.splitlines()))
+    return [*dict.fromkeys(lines)][-limit:]

@@ -49,9 +49,9 @@ class Run:
         Raises:
             OSError: A file cannot be read.
         """
-        groups = map(Group, self.run_dir.glob("replica_*/"))
-        known = {group.name: group for group in groups} | self.groups
-        self.groups = {name: known[name] for name in sorted(known, key=_by_number)}
+        for group in map(Group, self.run_dir.glob("replica_*/")):
+            self.groups.setdefault(group.name, group)
+        self.groups = dict(sorted(self.groups.items(), key=_by_number))
         for group in self:
             group.read()
 
@@ -132,7 +132,8 @@ def open_run(run_dir: str | Path) -> Run:
     return run
 
 
-def _by_number(id: str) -> tuple[bool, int | str]:
+def _by_number(item: tuple[str, object]) -> tuple[bool, int | str]:
+    id, _ = item
     return (False, int(id)) if id.isdecimal() else (True, id)
 
 

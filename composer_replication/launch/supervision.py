@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from composer_replication.group.history import Error
-from composer_replication.group.run_folder import REJECTED
+from composer_replication.group.run_folder import REJECTED, ReplicaFolder
 from composer_replication.group.words import plural
 from composer_replication.launch.group import (
     FAILED,
@@ -29,8 +28,6 @@ from composer_replication.launch.output import BAD_INPUT
 from composer_replication.launch.processes import POLL_S, ReplicaGroups, ReplicaId
 from composer_replication.launch.run_record import Run
 from composer_replication.util.fence import fence
-
-log = logging.getLogger(__name__)
 
 SUPERVISED_HANG_TIMEOUT_S = 600.0
 """Seconds without any progress after which a group ends itself, where it is started again.
@@ -177,10 +174,6 @@ class Supervisor:
                 on_poll(self)
             time.sleep(POLL_S)
 
-    def begin(self, replica_id: ReplicaId) -> None:
-        """Forget what an earlier process of a group has reported."""
-        self._enter(self.records[replica_id], "starting")
-
     @fence("which groups have not joined")
     def _say_who_is_late(self) -> None:
         if time.monotonic() < self._join_by:
@@ -249,16 +242,15 @@ class Supervisor:
         if error.kind == NOT_SOUND and (failure := self._failure):
             record.error = failure
             return FAILED, 1, ", and is not started again"
-        may_pass = False
         if group.phase == REJECTED:
             status = BAD_INPUT  # a user's script may end with any status
             # What was accepted once may be rejected for a reason that passes, such as a host name
             # that does not resolve while the machine starts. A script that loads no checkpoint
             # stays one.
-            was_accepted = bool(group.newest or group.starts)
-            may_pass = was_accepted and error.kind != LOADS_NO_CHECKPOINT
-        has_failed = status == BAD_INPUT or self._has_failed_to_start(record, status)
-        is_hopeless = has_failed and not may_pass
+            was_accepted = group.newest or group.starts
+            is_hopeless = not was_accepted or error.kind == LOADS_NO_CHECKPOINT
+        else:
+            is_hopeless = status == BAD_INPUT or self._has_failed_to_start(record, status)
         if not is_hopeless and record.in_a_row < self.max_restarts:
             return "", status, ""
         if is_hopeless and group.phase not in JOINED:
@@ -330,16 +322,15 @@ class Supervisor:
     def _end(self, record: GroupRecord, status: int, phase: str) -> None:
         """Note that a group has ended for good."""
         self.groups.end(record.id)
+        record.read()  # for ``run``, which is judged after the end
         record.end = phase
         record.due = 0.0
         record.status = status
         self._enter(record, phase)
 
     def _enter(self, record: GroupRecord, phase: str, **more: float) -> None:
-        try:
-            record.read().enter(phase, **more)
-        except OSError as error:  # a full disk must not end the groups that train
-            log.warning("Cannot write that group %s is %s: %s", record.id, phase, error)
+        with fence(f"that group {record.id} is {phase}"):  # its folder may be gone
+            ReplicaFolder(self.groups.run_dir, record.id).enter(phase, **more)
 
 
 def describe_end(status: int) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.table import Table
@@ -78,17 +79,18 @@ def run_chaos(
     injector = RandomFaultInjector(
         history, planned, faults_per_minute, duration_s, speeds, recovery_s
     )
-    status = launch_groups(
-        replace(job, config=config, environ={**job.environ, **unreliable(os.environ)}),
-        LaunchOptions(
-            replicas=replicas,
-            max_restarts=MAX_RESTARTS,
-            straggler_timeout_s=straggler_timeout_s,
-            hang_timeout_s=HANG_ENDS_S,
-        ),
-        on_poll=injector,
-        make_coordinator=injector.make_coordinator,
-    )
+    with patch.dict(os.environ, unreliable(os.environ)):  # the groups inherit it
+        status = launch_groups(
+            replace(job, config=config),
+            LaunchOptions(
+                replicas=replicas,
+                max_restarts=MAX_RESTARTS,
+                straggler_timeout_s=straggler_timeout_s,
+                hang_timeout_s=HANG_ENDS_S,
+            ),
+            on_poll=injector,
+            make_coordinator=injector.make_coordinator,
+        )
     injector.finish()
     verdict = history.verdict(open_run(run_dir).digests)
     history.write(verdict)

@@ -89,7 +89,7 @@ def test_a_file_that_others_can_read_is_warned_of(tmp_path, caplog, bits, warnin
 
 def test_a_token_is_never_written_through_a_link(tmp_path):
     elsewhere = tmp_path / "elsewhere"
-    (tmp_path / ".token.part").symlink_to(elsewhere)
+    (tmp_path / "token").symlink_to(elsewhere)
     choose_tokens(None, False, ANY, tmp_path)
     assert not elsewhere.exists() and mode(tmp_path / "token") == 0o600
     write_token_file(tmp_path / "token", "another")

@@ -23,7 +23,7 @@ def write_timed(run_dir, replica_id, *, syncs=(), **status):
 def test_a_group_that_has_written_nothing_is_starting(tmp_path):
     group = group_of(tmp_path / "replica_3")
     assert (group.name, group.state, group.mood) == ("3", "starting", "good")
-    assert (group.step, group.seconds_left) == ("-", None)
+    assert (group.step, group.seconds_left) == ("", None)
     assert (group.done, group.outer_step, group.newest) == (None, 0, {})
 
 

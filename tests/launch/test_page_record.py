@@ -61,7 +61,7 @@ def test_losses_faults_and_joins_are_events(run_dir):
 
 
 def test_an_error_stands_beside_its_group_until_that_starts_again(run_dir):
-    assert "error" not in recorder(run_dir)()["groups"]["1"]
+    assert recorder(run_dir)()["groups"]["1"]["error"] is None
     write_events(run_dir / "replica_1", "error", {"time": sync_time(41), "error": "KeyError: 3"})
     assert recorder(run_dir)()["groups"]["1"]["error"] == "KeyError: 3"
 
@@ -79,8 +79,10 @@ def test_a_run_without_groups_has_no_record_and_one_without_a_sync_no_losses(tmp
     assert recorder(tmp_path)() == {}
     (tmp_path / "replica_0").mkdir()
     record = recorder(tmp_path)()
-    assert "losses" not in record and "agreement" not in record
-    assert record["groups"] == {"0": {}}  # and so heartbeats have the word
+    assert record["losses"] is None and record["agreement"] is None
+    alive = {"replica_id": "0", "is_alive": True}  # heartbeats have the word
+    [row] = with_record({"replicas": [alive], "events": []}, record)["replicas"]
+    assert row["is_alive"] and row["inner_share"] is None
 
 
 def test_what_the_groups_write_while_the_page_is_open_is_added(run_dir):

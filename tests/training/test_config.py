@@ -16,7 +16,6 @@ from composer_replication.config_file import (
     load_settings,
     model_section,
     read_diloco,
-    read_options,
     save_config,
     with_values,
 )
@@ -78,14 +77,6 @@ def test_a_saved_config_can_be_read_by_its_owner_alone(written, tmp_path):
     path.touch(mode=0o644)
     save_config(load_config(written(MINIMAL)), path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_single_options_are_read_without_the_others(written):
-    path = written(
-        MINIMAL.replace("sync_every: 2", "sync_every: '${variables.h}'")
-        + f"variables: {{h: 4, key: '{SECRET}'}}\n"
-    )
-    assert read_options(path, ["sync_every", "run_dir"]) == {"sync_every": 4}
 
 
 @pytest.mark.parametrize(("override", "message"), [
