@@ -225,8 +225,9 @@ class TrainerJob(Host):
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         scheduler = self.trainer.lr_scheduler
         by_step = "metrics" not in inspect.signature(scheduler.step).parameters  # of an evaluation
-        is_behind = saved["is_in_step"] and by_step
-        continue_schedule(scheduler, self.optimizer, saved["schedule"], is_behind=is_behind)
+        continue_schedule(scheduler, self.optimizer, saved["schedule"])
+        if saved["is_in_step"] and by_step:
+            scheduler.step()
         self.trainer.state.global_step = saved["steps"]
 
 

@@ -148,8 +148,9 @@ class LightningJob(Host):
         for config, state in zip(configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
             by_step = config.interval == "step" and not config.reduce_on_plateau
-            is_behind = saved["is_in_step"] and by_step and steps % config.frequency == 0
-            continue_schedule(scheduler, scheduler.optimizer, state, is_behind=is_behind)
+            continue_schedule(scheduler, scheduler.optimizer, state)
+            if saved["is_in_step"] and by_step and steps % config.frequency == 0:
+                scheduler.step()
         if trainer.lightning_module.automatic_optimization:
             count = loop.automatic_optimization.optim_progress.optimizer.step
         else:

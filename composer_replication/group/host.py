@@ -212,29 +212,23 @@ def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
     return sum(masks or ids)
 
 
-def continue_schedule(
-    scheduler: Any,
-    optimizer: Any,
-    state: dict[str, Any],
-    *,
-    is_behind: bool,
-) -> None:
+def continue_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Take over a donor's schedule.
 
     Args:
         scheduler: One of torch's learning rate schedulers.
         optimizer: The optimizer whose steps it counts.
         state: The donor's, of its scheduler.
-        is_behind: Whether the donor steps it for the step that this group begins after.
     """
     scheduler.load_state_dict(state)
     rates = scheduler.get_last_lr()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     # The donor took the step before it; torch warns if a scheduler steps before the optimizer.
     optimizer._opt_called = True
-    if is_behind:
-        scheduler.step()
 
 
 def check_optimizer(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
