@@ -125,7 +125,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             try:
                 saved = torch.load(path, map_location="cpu", weights_only=True)
                 self._job.load_beside(saved.pop("beside", {}))
-                continuation.load(saved)
+                continuation.loaded = saved
             except Exception as error:  # torch raises errors of many classes
                 problem = f"{STATE} cannot be read ({error})"
         continuation.check_loaded(folder, self._group.has_begun, problem)

@@ -243,7 +243,7 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             trainer.callbacks = [self, *others]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._group.continuation.load(state_dict)
+        self._group.continuation.loaded = state_dict
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._job.begin()

@@ -39,7 +39,8 @@ class Continuation:
         host: The group's trainer.
 
     Attributes:
-        loaded: What was loaded from a checkpoint, until the next fit begins; otherwise empty.
+        loaded: What a trainer has loaded from a checkpoint, which it puts here, until the next fit
+            begins; otherwise empty.
         is_resumed: Whether this fit continues from a checkpoint.
         ended: DiLoCo's state at the end of the previous fit; None before. It has no copies, since
             no step follows.
@@ -63,10 +64,6 @@ class Continuation:
         self.unusable: str | None = None
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
-
-    def load(self, saved: dict[str, Any]) -> None:
-        """Keep what a checkpoint has until the next fit begins."""
-        self.loaded = saved
 
     def check_loaded(self, path: str | None, has_begun: bool, problem: str | None = None) -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
@@ -160,7 +157,7 @@ class Continuation:
                 "new Trainer of this model a new DiLoCoCallback, in all replica groups"
             )
 
-    def start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
+    def start_refusal(self, run_dir: str | None, known_step: int = 0) -> str | None:
         """Return why this group must not begin the run; None if it may. A collective of its ranks.
 
         If the run has made outer steps already, a group with fresh parameters would become the

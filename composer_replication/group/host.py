@@ -137,7 +137,7 @@ class Host:
             is_bound: Whether an upper bound is enough: the number if this group got all samples
                 that the groups share.
         """
-        raise NotImplementedError
+        return None
 
     # ---- what it shows ----------------------------------------------------------------------
 
@@ -145,15 +145,15 @@ class Host:
     """The loss of the newest step, a mean over the group's ranks; None where it is not known, or
     only the device knows it."""
 
-    losses: Any = None
-    """The ``Losses`` of its steps; None, or of another kind: see ``mean_loss``."""
+    losses: Any
+    """The ``Losses`` of its steps; or of another kind, see ``mean_loss``."""
 
     def mean_loss(self) -> float | None:
         """The mean loss of the steps since the last call, over the group's ranks; None: not known.
 
         Every rank calls it, and only after a sync: it may wait for the device and for other ranks.
         """
-        return None if self.losses is None else self.losses.pop_mean()
+        return self.losses.pop_mean()
 
     shows_position = False
     """Whether the trainer has a progress bar, for ``show_position`` after each step."""

@@ -46,9 +46,9 @@ package_log = logging.getLogger("composer_replication")
 class ReplicaGroup:
     """One replica group of a DiLoCo run, for a trainer that calls these methods.
 
-    Before the first fit a trainer calls ``ask_coordinator``, and ``continuation.load`` with what a
-    checkpoint has. For a fit it calls ``join``, then for each step ``begin_step``, ``count`` and
-    ``end_step``, and finally ``end``; or ``leave`` if the fit fails. Between two fits the group
+    Before the first fit a trainer calls ``ask_coordinator``, and puts into ``continuation.loaded``
+    what a checkpoint has. For a fit it calls ``join``, then for each step ``begin_step``, ``count``
+    and ``end_step``, and finally ``end``; or ``leave`` if the fit fails. Between two fits the group
     keeps its state, and the next fit continues from it. Every rank of the group makes each call.
 
     Args:
