@@ -46,6 +46,9 @@ class Averages:
         return live
 
 
+NO_AVERAGES = Averages()
+
+
 class Host:
     """A trainer, as its replica group sees it.
 
@@ -73,7 +76,7 @@ class Host:
         "ReplicaDataLoader(dataset, batch_size), or with a sampler that divides by REPLICA_GROUP_ID"
     )
     """What divides samples between groups, for a warning."""
-    averages = Averages()
+    averages = NO_AVERAGES
     warning = ""
     """What the groups cannot keep equal in this job, for a warning; empty if there is nothing."""
     is_sharded = False

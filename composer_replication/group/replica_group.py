@@ -186,8 +186,7 @@ class ReplicaGroup:
         if self.weights is not None:
             self.weights.remove()
         theta = diloco.global_parameters()
-        averages = self.host.averages
-        self.weights = GlobalWeights(self.host.model, theta, lambda: averages.are_saved)
+        self.weights = GlobalWeights(self.host.model, theta, self.host.averages)
 
     def _connect(self, manager: Any) -> DiLoCo:
         host = self.host
@@ -430,7 +429,7 @@ class ReplicaGroup:
         state = self._diloco_state(self.diloco)
         self.continuation.ended = state
         # Under DDP these have been gathered, so rank 0 alone may save the model from now on.
-        self.weights.read_from(theta_of(state["fragments"]))
+        self.weights.theta = theta_of(state["fragments"])
 
     def leave(self) -> None:
         """Count no more steps and send no more heartbeats: the others would wait for this group.
