@@ -116,15 +116,14 @@ def train(config: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: The config cannot be used.
     """
-    from composer_replication.coordinator.client import CoordinatorClient
+    from composer_replication.coordinator.membership import ask_for_run
 
-    environ = ReplicaEnv.from_env()
-    run_dir = environ.run_dir or config.get("run_dir") or diloco_section(config).get("run_dir")
+    own = diloco_section(config).get("run_dir")
+    run_dir = ReplicaEnv.from_env().run_dir or config.get("run_dir") or own
     config = with_values(config, run_dir=run_dir)
     diloco = _callback(config, run_dir=run_dir)
-    if (address := diloco.options.coordinator_addr) is not None:
-        with closing(CoordinatorClient(address, environ.token)) as client:
-            client.info().check_model(model_section(config))
+    if diloco.options.coordinator_addr is not None:
+        ask_for_run(diloco.options).check_model(model_section(config))
     return _fit(build_trainer(config, diloco), diloco)
 
 

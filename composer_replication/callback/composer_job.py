@@ -165,7 +165,7 @@ class ComposerJob(Host):
     def shows_position(self) -> bool:
         return any(isinstance(each, ProgressBarLogger) for each in self.logger.destinations)
 
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+    def show_position(self, position: str, estimated_end: int | None) -> None:
         for destination in self.logger.destinations:
             if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:
                 continue
@@ -173,11 +173,11 @@ class ComposerJob(Host):
             if bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
                 continue
             bar.bar_format = short_bar_format(bar.bar_format)
-            if is_estimate and end and self.epochs < math.inf:
+            if estimated_end and self.epochs < math.inf:
                 # Each epoch is a bar, which Composer would draw for the whole dataset. Beyond its
                 # total it would be drawn without one.
                 in_epoch = self.state.timestamp.batch_in_epoch.value
-                bar.total = max(bar.n, in_epoch, round(end / self.epochs))
+                bar.total = max(bar.n, in_epoch, round(estimated_end / self.epochs))
             bar.set_description_str(position, refresh=False)  # drawn with the next loss
 
     # ---- what a joiner gets -----------------------------------------------------------------

@@ -164,13 +164,13 @@ class Host:
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a sync. It must not raise."""
 
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+    def show_position(self, position: str, estimated_end: int | None) -> None:
         """Show the position in the run.
 
         Args:
             position: In words.
-            end: The step at which training ends, if it is known.
-            is_estimate: Whether ``end`` is estimated from the samples that are left.
+            estimated_end: The step at which training ends, if it is estimated from the samples that
+                are left; else None.
         """
 
     # ---- what a joiner gets beside the global state -----------------------------------------

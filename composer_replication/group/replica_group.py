@@ -456,6 +456,8 @@ class ReplicaGroup:
 
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
+        if self.diloco is None:
+            return
         self._reporter.folder.write_error(error)
         self.leave()
         release(self)

@@ -293,7 +293,7 @@ class Reporter:
             trained_at=trained_at,
         )
         if phase != "joining" and not rank():
-            self._show(position, bool(done))
+            self._show(diloco.outer_step, self._ends_at if done else None)
         return position | {"phase": phase, "steps_per_second": speed} | self._last_sync
 
     def _is_warm_up(self, outer_step: int) -> bool:
@@ -302,10 +302,9 @@ class Reporter:
         return now < self._settings.sync_every_at(sys.maxsize)
 
     @fence("the position on the progress bar")
-    def _show(self, position: Mapping[str, Any], is_estimate: bool) -> None:
+    def _show(self, outer_step: int, estimated_end: int | None) -> None:
         groups = plural(self._num_groups, "group")
-        place = f"outer step {position['outer_step']}, {groups}"
-        self._host.show_position(place, position["max_batches"], is_estimate)
+        self._host.show_position(f"outer step {outer_step}, {groups}", estimated_end)
 
 
 @contextmanager
