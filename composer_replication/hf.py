@@ -64,8 +64,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             manager: A manager to use for one training, for simulations. None: build one.
         """
         self._job = TrainerJob()
-        self._group = ReplicaGroup(self._job, named, "DiLoCoTrainerCallback")
-        self._manager = manager
+        self._group = ReplicaGroup(self._job, named, "DiLoCoTrainerCallback", manager)
         self._evaluations_left = 0
         self._is_terminated = False
 
@@ -111,7 +110,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             check_is_one(trainer.callback_handler.callbacks, DiLoCoTrainerCallback)
             self._group.ask_coordinator()
             self._load(train.f_locals["resume_from_checkpoint"])
-            self._group.join(self._manager)
+            self._group.join()
         self._group.leave_when_over(Trainer.train)
         self._wrap_saves(trainer)
         if args.eval_on_start:
@@ -124,8 +123,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
                 self._load_state(Path(folder, STATE))
             except Exception as error:  # torch raises errors of many classes
                 problem = f"{STATE} cannot be read ({error})"
-        has_begun = self._group.has_begun
-        self._group.continuation.check_loaded(folder, has_begun, problem)
+        self._group.continuation.check_loaded(folder, problem)
 
     def _load_state(self, path: Path) -> None:
         saved = torch.load(path, map_location="cpu", weights_only=True)

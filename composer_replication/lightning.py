@@ -230,8 +230,7 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
                 ``configure_optimizers`` returns.
         """
         self._job = LightningJob(counted_optimizer)
-        self._group = ReplicaGroup(self._job, named, "DiLoCoLightningCallback")
-        self._manager = manager
+        self._group = ReplicaGroup(self._job, named, "DiLoCoLightningCallback", manager)
         self._done = (0, 0)
 
     # ---- Lightning's events, in the order in which they come --------------------------------
@@ -253,8 +252,8 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             self._group.ask_coordinator()
             path = trainer.ckpt_path
             if path is not None:
-                self._group.continuation.check_loaded(path, self._group.has_begun)
-            self._group.join(self._manager)
+                self._group.continuation.check_loaded(path)
+            self._group.join()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *more: Any) -> None:
         self._group.note_progress()

@@ -55,9 +55,8 @@ class DiLoCoCallback(ShowsGroup, Callback):
             manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
         """
         self._job = ComposerJob()
-        self._group = ReplicaGroup(self._job, named, "DiLoCoCallback")
+        self._group = ReplicaGroup(self._job, named, "DiLoCoCallback", manager)
         self._job.averages.group = self._group
-        self._manager = manager
         self._is_loading = False
         handlers = type(self)  # a subclass may have more than this class
         self._unhandled = {
@@ -107,14 +106,14 @@ class DiLoCoCallback(ShowsGroup, Callback):
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._is_loading = False
-        self._group.continuation.check_loaded(state.load_path, self._group.has_begun)
+        self._group.continuation.check_loaded(state.load_path)
         self._job.averages.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         check_algorithms(state)  # one may have been added since
         check_loads(state)
         self._job.before_join()
-        self._group.join(self._manager)
+        self._group.join()
         # Composer may not close the Trainer: Engine.__del__ of any other Trainer unregisters the
         # closes of all of them from atexit, which compares static methods.
         self._group.leave_when_over(Trainer.fit)
@@ -157,7 +156,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
         saved = self._group.state_dict()
         if not saved and self._is_loading and self._job.is_sharded:
             # Composer loads a sharded checkpoint into this.
-            return self._group.continuation.layout_of(self.settings).template()
+            return self._group.continuation.layout_of().template()
         return saved
 
     def fit_end(self, state: State, logger: Logger) -> None:

@@ -55,6 +55,7 @@ class ReplicaGroup:
         host: The trainer.
         named: The settings and options that the user has named.
         callback: The name of the trainer's callback, for an error.
+        given: The manager to use, for one fit only. None: make one for each.
 
     Attributes:
         settings: The run's settings.
@@ -73,7 +74,13 @@ class ReplicaGroup:
         ValueError: A setting or an option is out of range.
     """
 
-    def __init__(self, host: Host, named: GroupKeywords, callback: str) -> None:
+    def __init__(
+        self,
+        host: Host,
+        named: GroupKeywords,
+        callback: str,
+        given: Any,
+    ) -> None:
         check_names(named, GroupKeywords, callback)
         self.host = host
         host.group = self
@@ -85,6 +92,7 @@ class ReplicaGroup:
         self.diloco: DiLoCo | None = None
         self.data: GroupData | None = None
         self.weights: GlobalWeights | None = None
+        self._given = given
         self.manager: Any = None
         self.result: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
@@ -126,11 +134,8 @@ class ReplicaGroup:
 
     # ---- a fit begins -----------------------------------------------------------------------
 
-    def join(self, manager: Any = None) -> None:
+    def join(self) -> None:
         """Begin a fit: connect with the other groups, and wait for them.
-
-        Args:
-            manager: The manager to use, for this fit only. None: make one.
 
         Raises:
             BadStateError: The checkpoint is damaged, or is one of another model.
@@ -145,14 +150,14 @@ class ReplicaGroup:
             self.continuation.left = None
             self._drop()
             log.info("Continuing from the state of the fit that failed")
-        if manager is not None and self.continuation.ended is not None:
+        if self._given is not None and self.continuation.ended is not None:
             raise ValueError(
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
         try:
             self._prepare()
-            diloco = self._connect(manager)
+            diloco = self._connect()
             self.diloco = diloco
             diloco.counts_steps = False
             self._restore(diloco)
@@ -172,7 +177,7 @@ class ReplicaGroup:
         check_optimizer(self.host.optimizer)
         ask_on_rank_0(self.hold_folders)
         self._joined.callback(self.host.averages.leave)
-        self.continuation.begin(self.settings)
+        self.continuation.begin()
         run_dir = None if rank() else self.options.run_dir
         folder = ReplicaFolder(run_dir, replica_id_of(self.options))
         self._reporter = Reporter(folder, self.settings, self.host)
@@ -188,7 +193,7 @@ class ReplicaGroup:
         theta = diloco.global_parameters()
         self.weights = GlobalWeights(self.host.model, theta, self.host.averages)
 
-    def _connect(self, manager: Any) -> DiLoCo:
+    def _connect(self) -> DiLoCo:
         host = self.host
         options = self.options
         known_step = 0 if self._run is None else self._run.outer_step
@@ -198,8 +203,7 @@ class ReplicaGroup:
             self._membership = Membership(options, self._run, synced, world_size())
             self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
-        if manager is None:
-            manager = connect(replace(options, backend=backend))
+        manager: Any = self._given or connect(replace(options, backend=backend))
         manager = as_diloco_manager(manager)
         self.manager = manager
         self._joined.callback(manager.shutdown)

@@ -87,10 +87,10 @@ class Reporter:
         if not rank():
             log.info("%s: %s", title, self._settings)
             if momentum:
-                log.warning("%s", momentum)
-        # DiLoCo itself warns of the overlap.
-        for text in filter(None, (momentum, self._settings.overlap_warning)):
-            self.folder.append(WARNING, {"warning": text})
+                self.warn(momentum)
+        overlap = self._settings.overlap_warning
+        if overlap:  # DiLoCo itself logs it
+            self.folder.append(WARNING, {"warning": overlap})
 
     @fence("the start of this group")
     def joined(self, diloco: DiLoCo, manager: DiLoCoManager, is_resumed: bool) -> None:
