@@ -123,7 +123,11 @@ class DiLoCoCallback(ShowsGroup, Callback):
         data = self._group.data
         if data is not None:
             now = state.timestamp
-            data.before_batch(now.epoch.value, now.batch_in_epoch.value, self._job.epochs)
+            data.before_batch(
+                now.epoch.value,
+                now.batch_in_epoch.value,
+                self._job.epochs,
+            )
 
     def batch_start(self, state: State, logger: Logger) -> None:
         self._group.begin_step()

@@ -186,6 +186,7 @@ class ComposerJob(Host):
         is_in_batch = self.group.is_in_step
         return {
             "timestamp": _counts(self.state.timestamp),
+            "epoch": self.state.timestamp.epoch.value,
             "is_in_batch": is_in_batch,
             "ends_epoch": is_in_batch and self._ends_epoch(),
             "ends_at": self.last_step(),
@@ -276,28 +277,16 @@ class ComposerJob(Host):
         The donor is in the middle of its epoch, and this group has the whole epoch before it. With
         the same number of epochs left, all others would wait for this group at the end.
         """
-        epoch = saved["timestamp"]["epoch"] + saved["ends_epoch"]
+        epoch = saved["epoch"] + saved["ends_epoch"]
         ends_at = saved["ends_at"]
-        self._adopt({}, epoch)
+        self._adopt({"epoch": epoch})
         if self._ends_by_epoch and ends_at is not None:
             self.state.max_duration = f"{ends_at}ba"
             log.info("Beginning in epoch %d, ending at batch %d with the others", epoch, ends_at)
 
-    def _adopt(self, counts: dict[str, int], epoch: int | None = None) -> None:
-        """Set the counters of the timestamp, but keep the position within the epoch.
-
-        With another position, Composer would fetch every batch before it.
-
-        Args:
-            counts: The donor's counters.
-            epoch: The epoch to set. None: keep this group's.
-        """
-        merged = self.state.timestamp.state_dict()
-        for name, count in counts.items():
-            if name != "epoch" and not name.endswith("_in_epoch"):
-                merged[name] = count
-        if epoch is not None:
-            merged["epoch"] = epoch
+    def _adopt(self, counts: dict[str, int]) -> None:
+        """Set these counters of the timestamp."""
+        merged = self.state.timestamp.state_dict() | counts
         self.state.timestamp = Timestamp()  # a new one, since savers keep references to the old
         self.state.timestamp.load_state_dict(merged)
 
@@ -312,9 +301,16 @@ def _is_plain(state: dict[str, Any]) -> bool:
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:
-    """Return the counters of a timestamp, without its clocks: they are each group's own."""
-    values = timestamp.state_dict()
-    return {name: value for name, value in values.items() if isinstance(value, int)}
+    """Return the counters that all groups have in common.
+
+    Its clocks are each group's own, and so is the position within the epoch: with another one,
+    Composer would fetch every batch before it.
+    """
+    counts = {}
+    for name, value in timestamp.state_dict().items():
+        if isinstance(value, int) and name != "epoch" and not name.endswith("_in_epoch"):
+            counts[name] = value
+    return counts
 
 
 def short_bar_format(bar_format: str) -> str:

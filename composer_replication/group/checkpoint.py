@@ -125,14 +125,23 @@ class CheckpointLayout:
         residual: dict[str, Tensor] = {}
         for name, live in self.live.items():
             local[name] = torch.empty_like(held_tensor(live))
-            numbers = local[name].float() if has_mean(live) else local[name]
+            numbers = local[name]
+            if has_mean(live):
+                numbers = numbers.float()
             if name in self._theta_beside:
                 theta[name] = torch.empty_like(numbers)
             if self._has_momentum and live.requires_grad:
                 momentum[name] = torch.empty_like(numbers)
             if self._settings.keeps_residual and has_mean(live):
                 residual[name] = torch.empty_like(numbers)
-        return self._saved("", "", local=local, momentum=momentum, residual=residual, theta=theta)
+        return self._saved(
+            "",
+            "",
+            local=local,
+            momentum=momentum,
+            residual=residual,
+            theta=theta,
+        )
 
     def _saved(
         self,

@@ -127,7 +127,12 @@ class Generators:
         if self._states is not None:
             return
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._states = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+        self._states = (
+            torch.get_rng_state(),
+            cuda,
+            random.getstate(),
+            np.random.get_state(),
+        )
 
     def restore(self) -> None:
         """Restore the saved states, if there are any."""
@@ -144,5 +149,9 @@ class Generators:
 def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard as part of a DTensor that is sharded like another one."""
     return DTensor.from_local(
-        shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        shard,
+        like.device_mesh,
+        like.placements,
+        shape=like.shape,
+        stride=like.stride(),
     )

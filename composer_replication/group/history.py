@@ -165,7 +165,8 @@ class History(Course):
         if metric("contribution", 1.0):
             self.contributed_at = at
         self.fruitless = 0 if metric("total_contribution", 1.0) else self.fruitless + 1
-        lost, retries = int(metric("steps_lost")), int(metric("retries"))
+        lost = int(metric("steps_lost"))
+        retries = int(metric("retries"))
         why = ""
         if lost:
             is_finite = math.isfinite(metric("pseudo_gradient_norm", 0.0))

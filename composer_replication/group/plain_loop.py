@@ -21,10 +21,9 @@ from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_man
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.losses import Losses
-from composer_replication.group.reports import Reporter, rejections
-from composer_replication.group.run_folder import SAVED, WARNING, ReplicaFolder
+from composer_replication.group.reports import Reporter, folder_of, rejections
+from composer_replication.group.run_folder import SAVED, WARNING
 from composer_replication.options import ReplicaOptions, SyncKeywords
-from composer_replication.replica.ranks import rank
 from composer_replication.settings import (
     OUTER_LR,
     OUTER_MOMENTUM,
@@ -136,7 +135,7 @@ class DiLoCo(algorithm.DiLoCo):
             return self
         has_steps = self.inner_steps or self.outer_step
         is_resumed = bool(has_steps and self._reporter is None)  # it is the first part of the loop
-        folder = ReplicaFolder(None if rank() else options.run_dir, options.replica_id)
+        folder = folder_of(options)
         host = PlainLoop(self, whole_model(self._model_fragments), self._losses)
         reporter = Reporter(folder, self.settings, host)
         self._reporter = reporter

@@ -26,7 +26,7 @@ from composer_replication.group.checkpoint import theta_of
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import GroupKeywords, Host, check_optimizer
-from composer_replication.group.reports import Reporter
+from composer_replication.group.reports import Reporter, folder_of
 from composer_replication.group.run_folder import (
     EVALUATION,
     ReplicaFolder,
@@ -36,7 +36,7 @@ from composer_replication.group.save_folder import hold, is_remote, release
 from composer_replication.options import OptionKeywords, ReplicaOptions, replica_id_of
 from composer_replication.replica.factory import backend_for, connect
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.ranks import ask_on_rank_0, broadcast, rank, world_size
+from composer_replication.replica.ranks import ask_on_rank_0, broadcast, world_size
 from composer_replication.settings import DiLoCoSettings, SettingKeywords
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,12 @@ class ReplicaGroup:
         Raises:
             ValueError: Another group saves there.
         """
-        hold(self.host.saves_to, replica_id_of(self.options), self, self.host.save_argument)
+        hold(
+            self.host.saves_to,
+            replica_id_of(self.options),
+            self,
+            self.host.save_argument,
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -178,9 +183,7 @@ class ReplicaGroup:
         ask_on_rank_0(self.hold_folders)
         self._joined.callback(self.host.averages.leave)
         self.continuation.begin()
-        run_dir = None if rank() else self.options.run_dir
-        folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-        self._reporter = Reporter(folder, self.settings, self.host)
+        self._reporter = Reporter(folder_of(self.options), self.settings, self.host)
         self._reporter.settings("" if self._run is None else self._run.settings_source)
 
     def _restore(self, diloco: DiLoCo) -> None:
@@ -225,7 +228,12 @@ class ReplicaGroup:
             also_synced=self.continuation.also_synced,
         )
         self.data = group_data_of(
-            host.loader, options, diloco, self._membership, self.sync_idle, host.epochs
+            host.loader,
+            options,
+            diloco,
+            self._membership,
+            self.sync_idle,
+            host.epochs,
         )
         if self.data is not None:
             self._joined.callback(self.data.close)

@@ -31,7 +31,7 @@ from composer_replication.group.words import (
     plural,
     why_nothing_was_learned,
 )
-from composer_replication.options import DuplicateIdError, ReplicaOptions
+from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.fence import fence
@@ -307,6 +307,11 @@ class Reporter:
         self._host.show_position(f"outer step {outer_step}, {groups}", estimated_end)
 
 
+def folder_of(options: ReplicaOptions) -> ReplicaFolder:
+    """A group's folder, in which its rank 0 alone writes."""
+    return ReplicaFolder(None if rank() else options.run_dir, replica_id_of(options))
+
+
 @contextmanager
 def rejections(options: ReplicaOptions) -> Iterator[None]:
     """A context whose error is written into the run's folder, before the group joins.
@@ -323,8 +328,8 @@ def rejections(options: ReplicaOptions) -> Iterator[None]:
         raise  # the name may be free the next time
     except Exception as error:
         with fence("in the run's folder why this group ends"):
-            if options.replica_id is not None and not rank():
-                folder = ReplicaFolder(options.run_dir, options.replica_id)
+            if options.replica_id is not None:
+                folder = folder_of(options)
                 if isinstance(error, ValueError):
                     folder.write_rejection(error)
                 else:
