@@ -196,7 +196,8 @@ def build_trainer(config: DictConfig, diloco: DiLoCoCallback) -> Trainer:
     from composer.utils import reproducibility
 
     save_folder = save_folder_of(config, diloco.options.replica_id or 0)
-    if OF_A_SHARD.search(OmegaConf.to_yaml(config)):
+    text = OmegaConf.to_yaml(config)
+    if OF_A_SHARD.search(text):
         config = with_values(config, **_shard(diloco.options))
     values: Any = OmegaConf.to_container(config, resolve=True)
     del values["callbacks"]["diloco"]

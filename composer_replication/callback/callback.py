@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 from composer import Callback, Event, Logger, State, Trainer
@@ -22,6 +23,9 @@ from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.group.host import GroupKeywords, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup, ShowsGroup
 from composer_replication.group.reports import rejections
+
+BEFORE_STEPS = {Event.INIT, Event.BEFORE_LOAD, Event.FIT_START}
+"""Events in which the job's input may be rejected."""
 
 
 class DiLoCoCallback(ShowsGroup, Callback):
@@ -75,11 +79,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._job.state = state
         self._job.averages.state = state
         self._job.logger = logger
-        # By identity: Composer's comparison of events is slow enough to show in a step.
-        if event is Event.INIT or event is Event.BEFORE_LOAD or event is Event.FIT_START:
-            with rejections(self.options):
-                super().run_event(event, state, logger)
-        else:
+        with rejections(self.options) if event in BEFORE_STEPS else nullcontext():
             super().run_event(event, state, logger)
 
     def init(self, state: State, logger: Logger) -> None:

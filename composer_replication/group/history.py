@@ -209,8 +209,7 @@ class History(Course):
     @property
     def participants(self) -> int | None:
         """Groups in its newest sync; None before it."""
-        number = self.newest.get("diloco/num_participants")
-        return None if number is None else int(number)
+        return self.newest.get("diloco/num_participants")
 
     @property
     def evaluation(self) -> dict[str, float]:
