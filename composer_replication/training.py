@@ -216,7 +216,7 @@ def build_trainer(config: DictConfig, diloco: DiLoCoCallback) -> Trainer:
     for section in BY_NAME:
         parts = built.get(section, {}).values()
         built[section] = [part for part in parts if part is not None]
-    built["callbacks"].append(diloco)
+    built["callbacks"].insert(0, diloco)
     with _building("optimizers"):
         built["optimizers"] = _optimizer_of(built["model"], config.optimizers)
     built["save_folder"] = save_folder

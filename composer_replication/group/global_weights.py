@@ -67,7 +67,7 @@ class GlobalWeights:
                 local = state_dict.get(prefix + key)
                 if local is None or isinstance(local, nn.Parameter):
                     continue  # keep_vars=True asks for the model's own tensors
-                value = self.saved(name)
+                value = self.theta[name].detach().to(local.dtype)
                 if isinstance(local, DTensor):
                     value = as_dtensor(value, local)
                 state_dict[prefix + key] = value
