@@ -64,22 +64,28 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             manager: A manager to use for one training, for simulations. None: build one.
         """
         self._job = TrainerJob()
-        self._group = ReplicaGroup(self._job, named, "DiLoCoTrainerCallback")
-        self._manager = manager
+        self._group = ReplicaGroup(self._job, named, "DiLoCoTrainerCallback", manager)
         self._evaluations_left = 0
         self._is_terminated = False
 
     # ---- the Trainer's events, in the order in which they come ------------------------------
 
-    def on_init_end(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
+    def on_init_end(self, args, state, control, **kwargs) -> None:
         init = caller(Trainer.__init__)  # a callback has no other way to its Trainer
-        if init is not None:
-            trainer = init.f_locals["self"]
-            self._job.trainer = trainer
-            # At on_train_begin the Trainer has loaded a checkpoint already, or failed to.
-            trainer.train = partial(self._train, trainer.train)
+        if init is None:
+            return
+        trainer = init.f_locals["self"]
+        self._job.trainer = trainer
+        # At on_train_begin the Trainer has loaded a checkpoint already, or failed to.
+        trainer.train = partial(self._train, trainer.train)
 
-    def _train(self, train: Callable[..., Any], resume_from_checkpoint=None, *more, **named) -> Any:
+    def _train(
+        self,
+        train: Callable[..., Any],
+        resume_from_checkpoint: str | bool | None = None,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
         """``Trainer.train``, from the newest checkpoint that is whole."""
         if resume_from_checkpoint:
             with rejections(self._group.options):
@@ -88,11 +94,10 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         try:
             return train(resume_from_checkpoint, *more, **named)
         except Exception as error:  # the Trainer has no event for it
-            if self.diloco is not None:
-                self._group.fail(error)
+            self._group.fail(error)
             raise
 
-    def on_train_begin(self, args: TrainingArguments, state, control, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state, control, **kwargs) -> None:
         train = caller(Trainer.train)
         if train is None:
             raise RuntimeError("on_train_begin outside of Trainer.train: let the Trainer call it")
@@ -105,70 +110,86 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             check_is_one(trainer.callback_handler.callbacks, DiLoCoTrainerCallback)
             self._group.ask_coordinator()
             self._load(train.f_locals["resume_from_checkpoint"])
-            self._group.join(self._manager)
+            self._group.join()
+        self._group.leave_when_over(Trainer.train)
+        self._wrap_saves(trainer)
+        if args.eval_on_start:
+            self._show_for_evaluation()
+
+    def _load(self, folder: str | None) -> None:
+        problem = None
+        if folder is not None and Path(folder, STATE).exists():
+            try:
+                self._load_state(Path(folder, STATE))
+            except Exception as error:  # torch raises errors of many classes
+                problem = f"{STATE} cannot be read ({error})"
+        self._group.continuation.check_loaded(folder, problem)
+
+    def _load_state(self, path: Path) -> None:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        self._job.load_beside(saved.pop("beside", {}))
+        self._group.continuation.loaded = saved
+
+    def _wrap_saves(self, trainer: Any) -> None:
+        """Have this callback take part in the Trainer's saves."""
         save = partial(type(trainer)._save_checkpoint, trainer)
         trainer._save_checkpoint = partial(self._save, save)
-        self._group.leave_when_over(Trainer.train)
         for each in trainer.callback_handler.callbacks:
             saving = getattr(each, "jit_manager", None)  # with enable_jit_checkpoint
             if saving is not None:
                 save = partial(type(saving).execute_jit_checkpoint, saving)
                 saving.execute_jit_checkpoint = partial(self._terminate, save)
-        if args.eval_on_start:
-            self._show_for_evaluation()
 
-    def _load(self, folder: str | None) -> None:
-        continuation = self._group.continuation
-        problem = None
-        path = None if folder is None else Path(folder, STATE)
-        if path is not None and path.exists():
-            try:
-                saved = torch.load(path, map_location="cpu", weights_only=True)
-                self._job.load_beside(saved.pop("beside", {}))
-                continuation.load(saved)
-            except Exception as error:  # torch raises errors of many classes
-                problem = f"{STATE} cannot be read ({error})"
-        continuation.check_loaded(folder, self._group.has_begun, problem)
-
-    def on_step_begin(self, args, state, control, **kwargs: Any) -> None:
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
         self._group.note_progress()
         self._group.show_local()  # a user may have evaluated without on_evaluate
         self._group.begin_step()
 
-    def on_substep_end(self, args, state, control, **kwargs: Any) -> None:
+    def on_substep_end(self, args, state, control, **kwargs) -> None:
         self._group.note_progress()
 
-    def on_step_end(self, args, state, control, **kwargs: Any) -> None:
+    on_prediction_step = on_substep_end
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         self._job.losses.num_steps += 1
         if self._group.end_step():
             control.should_training_stop = True
-        self._end_or_evaluate(control)
+        self.on_epoch_end(args, state, control)  # as at an epoch's end
 
-    def on_epoch_end(self, args, state, control, **kwargs: Any) -> None:
-        self._end_or_evaluate(control)
+    def on_epoch_end(self, args, state, control, **kwargs) -> None:
+        if self._is_terminated:  # it has saved, and holds local weights
+            control.should_evaluate = False
+            control.should_save = False
+        elif control.should_training_stop:
+            self._end()  # now, so that the last evaluation and checkpoint are of its result
+        elif control.should_evaluate:
+            self._show_for_evaluation()
 
-    def on_log(self, args, state, control, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs: Any = None, **kwargs) -> None:
         # The Trainer's last log. It comes before load_best_model_at_end, whose weights a final sync
         # would take for this group's training, and also after an early stop at an epoch's end.
         if "train_loss" in (logs or {}):
             self._end()
 
-    def on_prediction_step(self, args, state, control, **kwargs: Any) -> None:
-        self._group.note_progress()
-
-    def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs: Any) -> None:
+    def on_evaluate(self, args, state, control, metrics: Any = None, **kwargs) -> None:
         if self._group.weights is None:
             return  # before the first training
         self._evaluations_left -= 1
         if self._evaluations_left <= 0:
-            self._group.generators.restore()  # the next batch, or a checkpoint, has those before
+            # The next batch, or a checkpoint, has those before.
+            self._group.generators.restore()
         numbers = {}
         for name, value in (metrics or {}).items():
-            if isinstance(value, (int, float)):
+            if isinstance(value, int | float):
                 numbers[name] = float(value)
         self._group.note_evaluation(numbers)
 
-    def _save(self, save: Callable[..., None], model: nn.Module, trial: Any) -> None:
+    def _save(
+        self,
+        save: Callable[..., None],
+        model: nn.Module,
+        trial: Any,
+    ) -> None:
         """``Trainer._save_checkpoint``, after DiLoCo's part of the checkpoint.
 
         The Trainer removes older checkpoints before it calls ``on_save``. Killed between the two,
@@ -184,13 +205,16 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         if saved:
             saved = {**saved, "beside": self._job.saved_beside()}
         if saved and trainer.args.should_save:
-            name = f"checkpoint-{trainer.state.global_step}"
-            folder = Path(trainer._get_output_dir(trial=trial), name)
+            output_dir = trainer._get_output_dir(trial=trial)
+            folder = Path(output_dir, f"checkpoint-{trainer.state.global_step}")
             # In a folder from before, nothing is whole until the Trainer has written all of it.
             trainer_state = folder / TRAINER_STATE
             trainer_state.unlink(missing_ok=True)
-            write = partial(torch.save, saved)
-            replace_file(folder / STATE, write, survives_power_cut=True)
+            replace_file(
+                folder / STATE,
+                partial(torch.save, saved),
+                survives_power_cut=True,
+            )
         save(model, trial)
 
     def _terminate(self, save: Callable[[], None]) -> None:
@@ -199,18 +223,9 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         self._group.close()
         self._is_terminated = True
 
-    def on_train_end(self, args, state, control, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         self._end()
         self._group.close()
-
-    def _end_or_evaluate(self, control: Any) -> None:
-        if self._is_terminated:  # it has saved, and holds local weights
-            control.should_evaluate = False
-            control.should_save = False
-        elif control.should_training_stop:
-            self._end()  # now, so that the last evaluation and checkpoint are of its result
-        elif control.should_evaluate:
-            self._show_for_evaluation()
 
     def _end(self) -> None:
         if self.diloco is not None:
@@ -218,6 +233,8 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             self._group.end()
 
     def _show_for_evaluation(self) -> None:
+        self._evaluations_left = 1
         datasets = self._job.trainer.eval_dataset
-        self._evaluations_left = len(datasets) if isinstance(datasets, dict) else 1
+        if isinstance(datasets, dict):
+            self._evaluations_left = len(datasets)
         self._group.show_global()

@@ -63,7 +63,9 @@ class TrainerJob(Host):
     @property
     def model(self) -> nn.Module:
         own, _ = own_model(self.trainer.model)  # as DiLoCo does, for the same names
-        return nn.ModuleDict({"model": own, **self.beside}) if self.beside else own
+        if not self.beside:
+            return own
+        return nn.ModuleDict({"model": own, **self.beside})
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -107,29 +109,30 @@ class TrainerJob(Host):
         Args:
             wanted: The Trainer's ``resume_from_checkpoint``; True stands for the newest.
         """
-        named = None if wanted is True else Path(str(wanted)).absolute()
-        pattern = self.checkpoints if named is None else checkpoints_in(named.parent)
+        pattern = self.checkpoints
+        named = None
+        if wanted is not True:
+            named = Path(str(wanted)).absolute()
+            pattern = checkpoints_in(named.parent)
         found = broadcast(newest_first(pattern))
         if named in found:
             found = found[found.index(named) :]
         elif named is not None:
             return wanted  # no folder of the Trainer's, which knows what to say of it
         whole, torn = whole_of(found, _problem_on_any_rank)
-        # One that lacks only DiLoCo's part can be loaded, and is refused there.
-        without_state = [path for path, problem in torn.items() if problem == NO_STATE]
-        if whole is None and without_state:
-            whole = without_state[0]
-            torn = {path: torn[path] for path in found[: found.index(whole)]}
+        if whole is None:
+            whole, torn = whole_of(found, _problem_of_trainer)
+        if whole is None and not torn:  # there is none at all, which is an error of the Trainer's
+            self.group.ask_coordinator()
+            return None if self.group.has_begun else wanted
         if torn:
-            is_own = bool(self.saves_to) and pattern == self.checkpoints  # and so it is locked
-            said = set_aside(torn, whole, renames=is_own and self.trainer.args.should_save)
+            is_locked = bool(self.saves_to) and pattern == self.checkpoints
+            renames = is_locked and self.trainer.args.should_save
+            said = set_aside(torn, whole, renames=renames)
             if whole is None:
                 self.group.continuation.skip(said)
             elif not rank():
                 log.warning("%s", said)
-        elif whole is None:  # there is none at all, which is an error of the Trainer's
-            self.group.ask_coordinator()
-            return None if self.group.has_begun else wanted
         return None if whole is None else str(whole)
 
     # ---- what it shows ----------------------------------------------------------------------
@@ -142,19 +145,25 @@ class TrainerJob(Host):
         """
         trainer = self.trainer
         self.losses = Losses()
-        watched = {"training_step": self._training_step, "compute_loss": self._compute_loss}
+        self.beside = dict(self._trained_beside())
+        watched = {
+            "training_step": self._training_step,
+            "compute_loss": self._compute_loss,
+        }
         for name, ours in watched.items():
             its = getattr(trainer, name)
             if getattr(its, "func", None) != ours:  # it is, from the second training on
                 setattr(trainer, name, partial(ours, its))
+
+    def _trained_beside(self) -> Iterator[tuple[str, nn.Module]]:
+        """What ``beside`` is to have."""
         trained: set[int] = set()
         for group in self.optimizer.param_groups:
             trained.update(map(id, group["params"]))
-        trained.difference_update(map(id, trainer.model.parameters()))
-        self.beside = {}
-        for name, module in _modules_of(trainer):
+        trained.difference_update(map(id, self.trainer.model.parameters()))
+        for name, module in _modules_of(self.trainer):
             if not trained.isdisjoint(map(id, module.parameters())):
-                self.beside[name] = module
+                yield name, module
 
     def _training_step(self, step: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
         """The Trainer's own, and its loss is added up."""
@@ -181,8 +190,11 @@ class TrainerJob(Host):
         assert weights is not None, "join has made them"
         if not self.beside:
             return {}
-        names = [name for name in weights.local() if not name.startswith("model.")]
-        return {name: weights.saved(name) for name in names}
+        saved = {}
+        for name in weights.local():
+            if not name.startswith("model."):
+                saved[name] = weights.saved(name)
+        return saved
 
     @torch.no_grad()
     def load_beside(self, saved: Mapping[str, Tensor]) -> None:
@@ -206,7 +218,7 @@ class TrainerJob(Host):
     def _callbacks(self) -> list[Any]:
         return self.trainer.callback_handler.callbacks
 
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+    def show_position(self, position: str, estimated_end: int | None) -> None:
         for callback in self._callbacks:
             if isinstance(callback, ProgressCallback) and callback.training_bar is not None:
                 callback.training_bar.set_description_str(position, refresh=False)
@@ -225,8 +237,9 @@ class TrainerJob(Host):
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         scheduler = self.trainer.lr_scheduler
         by_step = "metrics" not in inspect.signature(scheduler.step).parameters  # of an evaluation
-        is_behind = saved["is_in_step"] and by_step
-        continue_schedule(scheduler, self.optimizer, saved["schedule"], is_behind=is_behind)
+        continue_schedule(scheduler, self.optimizer, saved["schedule"])
+        if saved["is_in_step"] and by_step:
+            scheduler.step()
         self.trainer.state.global_step = saved["steps"]
 
 
@@ -236,7 +249,8 @@ def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
         if isinstance(held, nn.Module):
             yield name, held
         elif isinstance(held, dict):
-            modules = [each for each in held.values() if isinstance(each, nn.Module)]
+            values = held.values()
+            modules = [each for each in values if isinstance(each, nn.Module)]
             yield name, nn.ModuleList(modules)
 
 
@@ -244,6 +258,12 @@ def _problem_on_any_rank(checkpoint: Path) -> str | None:
     """Why a checkpoint is not whole on one of the ranks: each node may have a disk of its own."""
     problems = gather(problem_of(checkpoint))
     return next(filter(None, problems), None)
+
+
+def _problem_of_trainer(checkpoint: Path) -> str | None:
+    """The same, but one that lacks only DiLoCo's part can be loaded, and is refused there."""
+    problem = _problem_on_any_rank(checkpoint)
+    return None if problem == NO_STATE else problem
 
 
 def checkpoints_in(folder: Path) -> str:

@@ -69,7 +69,9 @@ class LightningJob(Host):
         end = trainer.max_steps
         if trainer.lightning_module.automatic_optimization:
             end = trainer.estimated_stepping_batches
-        self._ends_at = int(end) if 0 <= end < math.inf else None
+        self._ends_at = None
+        if 0 <= end < math.inf:
+            self._ends_at = int(end)
         self.steps_of_batch = len(trainer.optimizers)
 
     # ---- what is trained --------------------------------------------------------------------
@@ -105,17 +107,20 @@ class LightningJob(Host):
             return True
         if 0 <= fit.max_steps <= self.steps:
             return True
-        is_last_epoch = 0 <= fit.max_epochs <= fit.epoch_progress.current.processed + 1
+        epochs = fit.epoch_progress.current.processed + 1
+        is_last_epoch = 0 <= fit.max_epochs <= epochs
         return is_last_epoch and fit.epoch_loop._num_ready_batches_reached()
 
     @property
     def saves_to(self) -> list[str]:
-        folders = [getattr(each, "dirpath", None) for each in self.trainer.checkpoint_callbacks]
+        savers = self.trainer.checkpoint_callbacks
+        folders = (getattr(each, "dirpath", None) for each in savers)
         return [*filter(None, folders)]
 
     @property
     def checkpoints(self) -> str | None:
-        return next((f"{escape(each)}/*.ckpt" for each in self.saves_to), None)
+        folders = self.saves_to
+        return f"{escape(folders[0])}/*.ckpt" if folders else None
 
     # ---- what it shows ----------------------------------------------------------------------
 
@@ -131,26 +136,25 @@ class LightningJob(Host):
         # The sync is in the counted optimizer's step; other steps of the batch follow it, then the
         # schedulers' steps.
         is_in_step = self.group.is_in_step
+        configs = self.trainer.lr_scheduler_configs
         return {
             "steps": self.begun_at + self.steps_of_batch if is_in_step else self.steps,
             "ends_at": self._ends_at,
-            "schedules": [
-                each.scheduler.state_dict() for each in self.trainer.lr_scheduler_configs
-            ],
+            "schedules": [each.scheduler.state_dict() for each in configs],
             "is_in_step": is_in_step,
         }
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
-        trainer = self.trainer
-        loop = trainer.fit_loop.epoch_loop
         steps = saved["steps"]
-        configs = trainer.lr_scheduler_configs
+        configs = self.trainer.lr_scheduler_configs
         for config, state in zip(configs, saved["schedules"], strict=True):
             scheduler = config.scheduler
+            continue_schedule(scheduler, scheduler.optimizer, state)
             by_step = config.interval == "step" and not config.reduce_on_plateau
-            is_behind = saved["is_in_step"] and by_step and steps % config.frequency == 0
-            continue_schedule(scheduler, scheduler.optimizer, state, is_behind=is_behind)
-        if trainer.lightning_module.automatic_optimization:
+            if saved["is_in_step"] and by_step and steps % config.frequency == 0:
+                scheduler.step()
+        loop = self.trainer.fit_loop.epoch_loop
+        if self.trainer.lightning_module.automatic_optimization:
             count = loop.automatic_optimization.optim_progress.optimizer.step
         else:
             count = loop.manual_optimization.optim_step_progress
@@ -226,8 +230,7 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
                 ``configure_optimizers`` returns.
         """
         self._job = LightningJob(counted_optimizer)
-        self._group = ReplicaGroup(self._job, named, "DiLoCoLightningCallback")
-        self._manager = manager
+        self._group = ReplicaGroup(self._job, named, "DiLoCoLightningCallback", manager)
         self._done = (0, 0)
 
     # ---- Lightning's events, in the order in which they come --------------------------------
@@ -238,11 +241,10 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             with rejections(self._group.options):
                 check_can_join(trainer)
             # Before all others, which save and export what this one syncs.
-            others = [each for each in trainer.callbacks if each is not self]
-            trainer.callbacks = [self, *others]
+            trainer.callbacks = sorted(trainer.callbacks, key=lambda each: each is not self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._group.continuation.load(state_dict)
+        self._group.continuation.loaded = state_dict
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._job.begin()
@@ -250,8 +252,8 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             self._group.ask_coordinator()
             path = trainer.ckpt_path
             if path is not None:
-                self._group.continuation.check_loaded(path, self._group.has_begun)
-            self._group.join(self._manager)
+                self._group.continuation.check_loaded(path)
+            self._group.join()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *more: Any) -> None:
         self._group.note_progress()
@@ -267,7 +269,12 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if isinstance(loss, torch.Tensor):
             job.losses.add(loss)
         if self.diloco is not None:  # for the bar, whichever it is
-            self.log("outer_step", float(self.diloco.outer_step), prog_bar=True, logger=False)
+            self.log(
+                "outer_step",
+                float(self.diloco.outer_step),
+                prog_bar=True,
+                logger=False,
+            )
         if self._steps() == self._done:
             return  # gradients are accumulated
         job.losses.num_steps += 1
@@ -293,16 +300,17 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return  # of weights that may not be the run's
         self._group.show_local()
-        numbers = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        numbers.pop("outer_step", None)
+        numbers = {}
+        for name, value in trainer.callback_metrics.items():
+            if name != "outer_step":
+                numbers[name] = float(value)
         self._group.note_evaluation(numbers)
 
     def state_dict(self) -> dict[str, Any]:
         return self._group.state_dict()  # on every rank: it may gather
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self.diloco is not None:
-            self._group.fail(exception)
+        self._group.fail(exception)
 
     def on_train_end(self, *event: Any) -> None:
         self._group.end()

@@ -195,8 +195,7 @@ class DiLoCoSettings:
         return ", ".join(own)
 
     def _check_schedule(self) -> None:
-        count, delay = self.fragment_count, self.fragment_sync_delay
-        check_fits(self.sync_every, count, delay)
+        self._check_fits(self.sync_every)
         for number, row in enumerate(self.schedule):
             if "sync_every" not in row:
                 continue
@@ -205,13 +204,46 @@ class DiLoCoSettings:
                     f"schedule[{number}]: sync_every={row['sync_every']} with "
                     f"round_seconds={self.round_seconds}: rounds are a time there, use one of both"
                 )
-            check_fits(row["sync_every"], count, delay, f"schedule[{number}]: ")
+            self._check_fits(row["sync_every"], f"schedule[{number}]: ")
         if self.round_seconds not in (None, AUTO):
             check_number("round_seconds", self.round_seconds, 1e-3, math.inf, alternative=AUTO)
         if self.round_seconds is not None and self.weight_by == "uniform":
             raise ValueError(
                 f"round_seconds={self.round_seconds} with weight_by=uniform: groups that train "
                 "less than others would count as much, use weight_by=steps, samples or tokens"
+            )
+
+    def _check_fits(self, sync_every: int, where: str = "") -> None:
+        """Check that every fragment gets its turn in a round, and that its sync ends within it.
+
+        One fragment is in flight at a time (torchft ``local_sgd.py``, ``DiLoCo.__init__``).
+
+        Args:
+            sync_every: Inner steps in the round.
+            where: What an error begins with.
+
+        Raises:
+            ValueError: The round cannot be divided among the fragments, or the delay is too long.
+        """
+        count = self.fragment_count
+        delay = self.fragment_sync_delay
+        if sync_every % count:
+            below = sync_every - sync_every % count
+            fits = f"{below} or {below + count}" if below else f"{count}"
+            raise ValueError(
+                f"{where}sync_every={sync_every} is not divisible by num_fragments={count}: "
+                f"use sync_every={fits}"
+            )
+        between = sync_every // count
+        if delay >= between:
+            others = ""
+            for fewer in range(1, count):
+                if not sync_every % fewer and delay < sync_every // fewer:
+                    others = f", or num_fragments={fewer}"
+            raise ValueError(
+                f"{where}fragment_sync_delay={delay} is not below sync_every / num_fragments = "
+                f"{sync_every} / {count} = {between}, and one fragment is in flight at a time: "
+                f"use at most {between - 1}{others}"
             )
 
     def _choices(self) -> dict[str, Any]:
@@ -430,39 +462,6 @@ def _check_scheduled(values: Mapping[str, Any], where: str = "") -> None:
         check_number(f"{where}outer_lr", values["outer_lr"], 0.0, 1000.0)
     if "outer_momentum" in values:
         check_number(f"{where}outer_momentum", values["outer_momentum"], 0.0, 1.0, below=True)
-
-
-def check_fits(sync_every: int, num_fragments: int, delay: int, where: str = "") -> None:
-    """Check that every fragment gets its turn in a round, and that its sync ends within the turn.
-
-    One fragment is in flight at a time (torchft ``local_sgd.py``, ``DiLoCo.__init__``).
-
-    Args:
-        sync_every: The setting, as the next one.
-        num_fragments: How many there are.
-        delay: ``fragment_sync_delay``.
-        where: What an error begins with.
-
-    Raises:
-        ValueError: The rounds cannot be divided among the fragments, or the delay is too long.
-    """
-    if sync_every % num_fragments:
-        below = sync_every - sync_every % num_fragments
-        fits = f"{below} or {below + num_fragments}" if below else f"{num_fragments}"
-        raise ValueError(
-            f"{where}sync_every={sync_every} is not divisible by num_fragments={num_fragments}: "
-            f"use sync_every={fits}"
-        )
-    between = sync_every // num_fragments
-    if delay >= between:
-        fits = (p for p in range(num_fragments - 1, 0, -1) if not sync_every % p)
-        fewer = next((p for p in fits if delay < sync_every // p), None)
-        others = f", or num_fragments={fewer}" if fewer else ""
-        raise ValueError(
-            f"{where}fragment_sync_delay={delay} is not below sync_every / num_fragments = "
-            f"{sync_every} / {num_fragments} = {between}, and one fragment is in flight at a time: "
-            f"use at most {between - 1}{others}"
-        )
 
 
 # ---- same settings?

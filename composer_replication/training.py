@@ -34,7 +34,7 @@ from composer_replication.config_file import (
 from composer_replication.options import DuplicateIdError, ReplicaEnv, ReplicaOptions
 
 if TYPE_CHECKING:
-    from composer import Trainer
+    from composer import ComposerModel, Trainer
 
     from composer_replication.callback import DiLoCoCallback
 
@@ -62,14 +62,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     with reading(f"{path} cannot be resolved"):
         sharded = with_values(config, replica_rank=0, num_replica_groups=1)
         values: Any = OmegaConf.to_container(sharded, resolve=True)
-    parts = {name: values.get(name) for name in ("model", "train_dataloader", "optimizers")}
-    others = {name: values.get(name) for name in ("eval_dataloader", "schedulers")}
-    parts |= {name: part for name, part in others.items() if isinstance(part, Mapping)}
-    for section in BY_NAME:
-        named = values.get(section) or {}
-        if not isinstance(named, Mapping):
-            raise ConfigError(f"{section}={named!r}: write a name and its {TARGET} for each part")
-        parts |= {f"{section}.{name}": part for name, part in named.items() if part is not None}
+    parts = dict(_parts_of(values))
     for name, part in parts.items():
         if not isinstance(part, Mapping) or TARGET not in part:
             raise ConfigError(f"{name} has no {TARGET}: name what builds it, by its import path")
@@ -82,13 +75,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
     return config
 
 
+def _parts_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a config has build, by name."""
+    for name in ("model", "train_dataloader", "optimizers"):
+        yield name, values.get(name)
+    for name in ("eval_dataloader", "schedulers"):
+        if isinstance(values.get(name), Mapping):
+            yield name, values[name]
+    for section in BY_NAME:
+        named = values.get(section) or {}
+        if not isinstance(named, Mapping):
+            raise ConfigError(f"{section}={named!r}: write a name and its {TARGET} for each part")
+        for name, part in named.items():
+            if part is not None:
+                yield f"{section}.{name}", part
+
+
 def save_folder_of(config: Mapping[str, Any], replica_id: str | int) -> str | None:
     """The folder for a group's checkpoints, one for each group; None if the config asks for none.
 
     Raises:
         ConfigError: The config says how often to save, and no folder. Composer would save nothing.
     """
-    save_folder, interval, run_dir = map(config.get, ("save_folder", "save_interval", "run_dir"))
+    save_folder = config.get("save_folder")
+    interval = config.get("save_interval")
+    run_dir = config.get("run_dir")
     if save_folder is None:
         if interval is None:
             return None
@@ -116,16 +127,17 @@ def train(config: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: The config cannot be used.
     """
-    from composer_replication.coordinator.client import CoordinatorClient
+    from composer_replication.coordinator.membership import ask_for_run
 
     environ = ReplicaEnv.from_env()
-    run_dir = environ.run_dir or config.get("run_dir") or diloco_section(config).get("run_dir")
+    section = diloco_section(config)
+    run_dir = environ.run_dir or config.get("run_dir") or section.get("run_dir")
     config = with_values(config, run_dir=run_dir)
     diloco = _callback(config, run_dir=run_dir)
-    if (address := diloco.options.coordinator_addr) is not None:
-        with closing(CoordinatorClient(address, environ.token)) as client:
-            client.info().check_model(model_section(config))
-    return _fit(build_trainer(config, diloco), diloco)
+    if diloco.options.coordinator_addr is not None:
+        ask_for_run(diloco.options).check_model(model_section(config))
+    trainer = build_trainer(config, diloco)
+    return _fit(trainer, diloco)
 
 
 def simulate_replicas(config: DictConfig, num_replicas: int) -> list[dict[str, Any]]:
@@ -149,9 +161,14 @@ def simulate_replicas(config: DictConfig, num_replicas: int) -> list[dict[str, A
     building = threading.Lock()
 
     def replica(sim: Any) -> dict[str, Any]:
-        own = {"replica_id": sim.replica_id, "num_replicas": sim.num_replicas}
         with building:
-            diloco = _callback(config, manager=sim.manager, run_dir=config.get("run_dir"), **own)
+            diloco = _callback(
+                config,
+                manager=sim.manager,
+                run_dir=config.get("run_dir"),
+                replica_id=sim.replica_id,
+                num_replicas=sim.num_replicas,
+            )
             trainer = build_trainer(config, diloco)
         return _fit(trainer, diloco)
 
@@ -179,43 +196,55 @@ def build_trainer(config: DictConfig, diloco: DiLoCoCallback) -> Trainer:
     from composer.utils import reproducibility
 
     save_folder = save_folder_of(config, diloco.options.replica_id or 0)
-    if OF_A_SHARD.search(OmegaConf.to_yaml(config)):
+    text = OmegaConf.to_yaml(config)
+    if OF_A_SHARD.search(text):
         config = with_values(config, **_shard(diloco.options))
     values: Any = OmegaConf.to_container(config, resolve=True)
     del values["callbacks"]["diloco"]
-    rest = {name: v for name, v in values.items() if name not in OURS and v is not None}
+    rest = {}
+    for name, value in values.items():
+        if name not in OURS and value is not None:
+            rest[name] = value
     if rest.get("autoresume"):
         # Composer demands a name, which it does not use. Without save_overwrite it would refuse to
         # write again the checkpoints that came after the one from which the group continues.
-        rest = {"run_name": "diloco", "save_overwrite": True, **rest}
+        rest.setdefault("run_name", "diloco")
+        rest.setdefault("save_overwrite", True)
     with _building("the config"):
         reproducibility.seed_all(rest.get("seed", 17))  # all groups start from the same weights
         built = _instantiate(rest)
     for section in BY_NAME:
-        built[section] = [part for part in built.get(section, {}).values() if part is not None]
+        parts = built.get(section, {}).values()
+        built[section] = [part for part in parts if part is not None]
     built["callbacks"].insert(0, diloco)
     with _building("optimizers"):
-        optimizer = _instantiate(config.optimizers, _partial_=True)
-        # Not the names for all: torch would save them in every checkpoint.
-        needs_names = getattr(optimizer.func, "needs_names", False)
-        of_model = built["model"].named_parameters if needs_names else built["model"].parameters
-        built["optimizers"] = optimizer(of_model())
+        built["optimizers"] = _optimizer_of(built["model"], config.optimizers)
     built["save_folder"] = save_folder
     built.setdefault("progress_bar", sys.stderr.isatty())
     with _building("composer.Trainer"):
         return Trainer(**built)
 
 
+def _optimizer_of(model: ComposerModel, section: DictConfig) -> Any:
+    build = _instantiate(section, _partial_=True)
+    # Not the names for all: torch would save them in every checkpoint.
+    if getattr(build.func, "needs_names", False):
+        return build(model.named_parameters())
+    return build(model.parameters())
+
+
 def _callback(config: DictConfig, **own: Any) -> DiLoCoCallback:
     with _building(SECTION):
-        return _instantiate(config.callbacks.diloco, _partial_=True)(**own)
+        build = _instantiate(config.callbacks.diloco, _partial_=True)
+        return build(**own)
 
 
 def _instantiate(config: Any, **how: Any) -> Any:
     """Build what a section names. Objects go to a partial: hydra itself would copy them."""
     # As for `python -m`: the command's own folder would be that of the script composer-replication.
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
     return instantiate(config, _convert_="all", **how)
 
 
@@ -236,7 +265,9 @@ def _building(what: str) -> Iterator[None]:
             cause = cause.__cause__
         if isinstance(cause, OSError):
             raise cause from None  # of a network or a disk: it may pass
-        said = f"{what}: {error}" if str(cause) in str(error) else f"{what}: {error}: {cause}"
+        said = f"{what}: {error}"
+        if str(cause) not in str(error):
+            said += f": {cause}"
         if not isinstance(cause, (*OF_THE_CONFIG, InstantiationException)):
             raise RuntimeError(" ".join(said.split())) from cause
         if isinstance(cause, AttributeError | LookupError):  # rather of the code than of a value
@@ -250,9 +281,14 @@ def _shard(options: ReplicaOptions) -> dict[str, int]:
     from composer_replication.coordinator.membership import ask_for_run
     from composer_replication.data.sample_stream import shard_of
 
-    run = options if options.coordinator_addr is None else ask_for_run(options)
-    groups = run.num_replicas or 1  # before the callback takes them over from the coordinator
-    return {"replica_rank": shard_of(options.replica_id or 0, groups), "num_replica_groups": groups}
+    groups = options.num_replicas
+    if options.coordinator_addr is not None:
+        groups = ask_for_run(options).num_replicas  # before the callback takes them over
+    groups = groups or 1
+    return {
+        "replica_rank": shard_of(options.replica_id or 0, groups),
+        "num_replica_groups": groups,
+    }
 
 
 def _fit(trainer: Trainer, diloco: DiLoCoCallback) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import Any, Unpack
 
 from composer import Callback, Event, Logger, State, Trainer
@@ -22,6 +23,9 @@ from composer_replication.callback.trainer_watch import end_if_stuck_in_close
 from composer_replication.group.host import GroupKeywords, check_is_one
 from composer_replication.group.replica_group import ReplicaGroup, ShowsGroup
 from composer_replication.group.reports import rejections
+
+BEFORE_STEPS = {Event.INIT, Event.BEFORE_LOAD, Event.FIT_START}
+"""Events in which the job's input may be rejected."""
 
 
 class DiLoCoCallback(ShowsGroup, Callback):
@@ -55,9 +59,8 @@ class DiLoCoCallback(ShowsGroup, Callback):
             manager: A manager to use for one fit, for simulations. None: build one. Not for YAML.
         """
         self._job = ComposerJob()
-        self._group = ReplicaGroup(self._job, named, "DiLoCoCallback")
+        self._group = ReplicaGroup(self._job, named, "DiLoCoCallback", manager)
         self._job.averages.group = self._group
-        self._manager = manager
         self._is_loading = False
         handlers = type(self)  # a subclass may have more than this class
         self._unhandled = {
@@ -76,11 +79,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._job.state = state
         self._job.averages.state = state
         self._job.logger = logger
-        # By identity: Composer's comparison of events is slow enough to show in a step.
-        if event is Event.INIT or event is Event.BEFORE_LOAD or event is Event.FIT_START:
-            with rejections(self.options):
-                super().run_event(event, state, logger)
-        else:
+        with rejections(self.options) if event in BEFORE_STEPS else nullcontext():
             super().run_event(event, state, logger)
 
     def init(self, state: State, logger: Logger) -> None:
@@ -103,18 +102,18 @@ class DiLoCoCallback(ShowsGroup, Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Composer loads checkpoints before fit_start, which builds DiLoCo. So the state is kept.
-        self._group.continuation.load(state)
+        self._group.continuation.loaded = state
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._is_loading = False
-        self._group.continuation.check_loaded(state.load_path, self._group.has_begun)
+        self._group.continuation.check_loaded(state.load_path)
         self._job.averages.after_load()
 
     def fit_start(self, state: State, logger: Logger) -> None:
         check_algorithms(state)  # one may have been added since
         check_loads(state)
         self._job.before_join()
-        self._group.join(self._manager)
+        self._group.join()
         # Composer may not close the Trainer: Engine.__del__ of any other Trainer unregisters the
         # closes of all of them from atexit, which compares static methods.
         self._group.leave_when_over(Trainer.fit)
@@ -124,7 +123,11 @@ class DiLoCoCallback(ShowsGroup, Callback):
         data = self._group.data
         if data is not None:
             now = state.timestamp
-            data.before_batch(now.epoch.value, now.batch_in_epoch.value, self._job.epochs)
+            data.before_batch(
+                now.epoch.value,
+                now.batch_in_epoch.value,
+                self._job.epochs,
+            )
 
     def batch_start(self, state: State, logger: Logger) -> None:
         self._group.begin_step()
@@ -157,7 +160,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
         saved = self._group.state_dict()
         if not saved and self._is_loading and self._job.is_sharded:
             # Composer loads a sharded checkpoint into this.
-            return self._group.continuation.layout_of(self.settings).template()
+            return self._group.continuation.layout_of().template()
         return saved
 
     def fit_end(self, state: State, logger: Logger) -> None:

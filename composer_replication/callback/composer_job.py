@@ -27,7 +27,7 @@ from composer_replication.callback.checkpoint_savers import (
 from composer_replication.callback.trainer_watch import trainer_in_fit
 from composer_replication.callback.weight_averages import WeightAverages
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.group.host import Host
+from composer_replication.group.host import Host, continue_schedule
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.replica.ranks import ask_on_rank_0
@@ -37,9 +37,6 @@ log = logging.getLogger(__name__)
 
 SchedulerState = tuple[str, dict[str, Any] | None]
 """Class name and state of one of torch's schedulers."""
-
-Rates = dict[str, float]
-"""The learning rates that schedulers have set in a group of parameters, by name."""
 
 
 class ComposerJob(Host):
@@ -168,7 +165,7 @@ class ComposerJob(Host):
     def shows_position(self) -> bool:
         return any(isinstance(each, ProgressBarLogger) for each in self.logger.destinations)
 
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+    def show_position(self, position: str, estimated_end: int | None) -> None:
         for destination in self.logger.destinations:
             if not isinstance(destination, ProgressBarLogger) or not destination.train_pbar:
                 continue
@@ -176,11 +173,11 @@ class ComposerJob(Host):
             if bar.disable:  # tqdm's own variable TQDM_DISABLE leaves a bar without a format
                 continue
             bar.bar_format = short_bar_format(bar.bar_format)
-            if is_estimate and end and self.epochs < math.inf:
+            if estimated_end and self.epochs < math.inf:
                 # Each epoch is a bar, which Composer would draw for the whole dataset. Beyond its
                 # total it would be drawn without one.
                 in_epoch = self.state.timestamp.batch_in_epoch.value
-                bar.total = max(bar.n, in_epoch, round(end / self.epochs))
+                bar.total = max(bar.n, in_epoch, round(estimated_end / self.epochs))
             bar.set_description_str(position, refresh=False)  # drawn with the next loss
 
     # ---- what a joiner gets -----------------------------------------------------------------
@@ -189,6 +186,7 @@ class ComposerJob(Host):
         is_in_batch = self.group.is_in_step
         return {
             "timestamp": _counts(self.state.timestamp),
+            "epoch": self.state.timestamp.epoch.value,
             "is_in_batch": is_in_batch,
             "ends_epoch": is_in_batch and self._ends_epoch(),
             "ends_at": self.last_step(),
@@ -199,13 +197,13 @@ class ComposerJob(Host):
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         """Continue at the donor's position, so that both groups end at the same batch."""
         self._adopt(saved["timestamp"])
-        has_rates = self.load_schedules(*saved["schedules"])
+        has_schedules = self.load_schedules(*saved["schedules"])
         is_in_batch = saved["is_in_batch"] or is_in_step
         if is_in_batch:
             # The donor's counters are those before the batch of this sync, which is over by now.
             # Composer steps schedulers before it counts a batch: this group's, if it was in one,
             # have been stepped with the counters that it had then.
-            if has_rates or not is_in_step:
+            if has_schedules or not is_in_step:
                 self._step_schedulers(saved["ends_epoch"] and not is_in_step)
             now = self.state.timestamp
             self.state.previous_timestamp = now
@@ -221,36 +219,32 @@ class ComposerJob(Host):
         batch = self.state.timestamp.batch.value
         log.info("Continuing at batch %d, like the other replica groups", batch)
 
-    def schedules(self) -> tuple[list[SchedulerState], list[Rates]]:
-        """The schedulers' states. One that is not plain numbers is None: a heal cannot send it.
+    def schedules(self) -> tuple[list[SchedulerState], int]:
+        """The schedulers' states, and for how many groups of parameters they are.
 
-        torch's schedulers count their own steps. Composer's are functions of the timestamp, wrapped
-        in a torch scheduler whose count they do not read.
+        A state that is not plain numbers is None: a heal cannot send it. torch's schedulers count
+        their own steps. Composer's are functions of the timestamp, wrapped in a torch scheduler
+        whose count they do not read.
         """
-        states = []
+        found = []
         for scheduler in self.state.schedulers:
             state = scheduler.state_dict()
-            states.append((type(scheduler).__name__, state if _is_plain(state) else None))
-        rates = []
-        for group in self.optimizer.param_groups:
-            rates.append({n: float(group[n]) for n in ("lr", "initial_lr") if n in group})
-        return states, rates
+            found.append((type(scheduler).__name__, state if _is_plain(state) else None))
+        return found, len(self.optimizer.param_groups)
 
-    def load_schedules(self, states: list[SchedulerState], rates: list[Rates]) -> bool:
+    def load_schedules(self, sent: list[SchedulerState], its_groups: int) -> bool:
         """Load the donor's states. If one cannot be loaded, none is, and a warning says why.
 
         Returns:
             Whether they have been loaded.
         """
         schedulers = self.state.schedulers
-        groups = self.optimizer.param_groups
+        own_groups = len(self.optimizer.param_groups)
         own = [type(each).__name__ for each in schedulers]
-        theirs = [kind for kind, state in states if state]
-        if own == theirs and len(rates) == len(groups):
-            for scheduler, (_, state) in zip(schedulers, states, strict=True):
-                scheduler.load_state_dict(state or {})
-            for group, its_rates in zip(groups, rates, strict=True):
-                _set_rates(group, its_rates)
+        theirs = [kind for kind, state in sent if state]
+        if own == theirs and own_groups == its_groups:
+            for scheduler, (_, state) in zip(schedulers, sent, strict=True):
+                continue_schedule(scheduler, self.optimizer, state or {})
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -259,18 +253,15 @@ class ComposerJob(Host):
                 "groups of parameters, and this group has %s for %d. Use the same, whose states "
                 "are numbers and plain containers",
                 theirs,
-                len(rates),
+                its_groups,
                 own,
-                len(groups),
+                own_groups,
             )
         return False
 
     def _step_schedulers(self, ends_epoch: bool) -> None:
         """Step the schedulers, as Composer does before it counts a finished batch."""
         if ends_epoch or not self._steps_by_epoch:
-            # The donor took the step before it; torch warns if a scheduler steps before the
-            # optimizer.
-            self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
             for scheduler in self.state.schedulers:
                 scheduler.step()
 
@@ -286,38 +277,18 @@ class ComposerJob(Host):
         The donor is in the middle of its epoch, and this group has the whole epoch before it. With
         the same number of epochs left, all others would wait for this group at the end.
         """
-        epoch = saved["timestamp"]["epoch"] + saved["ends_epoch"]
+        epoch = saved["epoch"] + saved["ends_epoch"]
         ends_at = saved["ends_at"]
-        self._adopt({}, epoch)
+        self._adopt({"epoch": epoch})
         if self._ends_by_epoch and ends_at is not None:
             self.state.max_duration = f"{ends_at}ba"
             log.info("Beginning in epoch %d, ending at batch %d with the others", epoch, ends_at)
 
-    def _adopt(self, counts: dict[str, int], epoch: int | None = None) -> None:
-        """Set the counters of the timestamp, but keep the position within the epoch.
-
-        With another position, Composer would fetch every batch before it.
-
-        Args:
-            counts: The donor's counters.
-            epoch: The epoch to set. None: keep this group's.
-        """
-        merged = self.state.timestamp.state_dict()
-        for name, count in counts.items():
-            if name != "epoch" and not name.endswith("_in_epoch"):
-                merged[name] = count
-        if epoch is not None:
-            merged["epoch"] = epoch
+    def _adopt(self, counts: dict[str, int]) -> None:
+        """Set these counters of the timestamp."""
+        merged = self.state.timestamp.state_dict() | counts
         self.state.timestamp = Timestamp()  # a new one, since savers keep references to the old
         self.state.timestamp.load_state_dict(merged)
-
-
-def _set_rates(group: dict[str, Any], rates: Rates) -> None:
-    for name, rate in rates.items():
-        if isinstance(group.get(name), Tensor):
-            group[name].fill_(rate)
-        else:
-            group[name] = rate
 
 
 def _is_plain(state: dict[str, Any]) -> bool:
@@ -330,9 +301,16 @@ def _is_plain(state: dict[str, Any]) -> bool:
 
 
 def _counts(timestamp: Timestamp) -> dict[str, int]:
-    """Return the counters of a timestamp, without its clocks: they are each group's own."""
-    values = timestamp.state_dict()
-    return {name: value for name, value in values.items() if isinstance(value, int)}
+    """Return the counters that all groups have in common.
+
+    Its clocks are each group's own, and so is the position within the epoch: with another one,
+    Composer would fetch every batch before it.
+    """
+    counts = {}
+    for name, value in timestamp.state_dict().items():
+        if isinstance(value, int) and name != "epoch" and not name.endswith("_in_epoch"):
+            counts[name] = value
+    return counts
 
 
 def short_bar_format(bar_format: str) -> str:

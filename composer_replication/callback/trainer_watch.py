@@ -45,9 +45,11 @@ def end_if_stuck_in_close(error: BaseException | None) -> None:
     """
     closing = caller(Trainer.close)
     if closing is not None:
-        arguments = (threading.get_ident(), closing, _exit_status(error))
         threading.Thread(
-            target=_watch_close, args=arguments, name="close watch", daemon=True
+            target=_watch_close,
+            args=(threading.get_ident(), closing, _exit_status(error)),
+            name="close watch",
+            daemon=True,
         ).start()
 
 

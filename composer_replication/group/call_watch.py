@@ -45,8 +45,12 @@ def when_over(function: Callable[..., object], leave: Callable[[], None]) -> Cal
     calls = [] if fit is None else [fit]
     if calls:
         _running.add(leave)
-        arguments = (calls, leave)
-        threading.Thread(target=_watch_fit, args=arguments, name="fit watch", daemon=True).start()
+        threading.Thread(
+            target=_watch_fit,
+            args=(calls, leave),
+            name="fit watch",
+            daemon=True,
+        ).start()
     return calls.clear
 
 

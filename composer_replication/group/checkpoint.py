@@ -36,17 +36,8 @@ from composer_replication.group.global_weights import as_dtensor
 from composer_replication.settings import FIXED, FIXED_WITH_BUFFERS, DiLoCoSettings, check_fixed
 
 FORMAT = 3
-_PLAIN = (
-    "outer_step",
-    "settings",
-    "ledger",
-    "inner_steps",
-    "local_step",
-    "since_sync",
-    "reading",
-    "round_length",
-    "usual_pace",
-)
+_WITH_TENSORS = ("fragments", "in_flight", "residual")
+"""Keys of ``DiLoCo.state_dict()`` that are saved apart from ``progress``."""
 
 _CHUNK = 1 << 17
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -109,7 +100,8 @@ class CheckpointLayout:
         theta = theta_of(fragments)
         optimizers = [fragment["optimizer"] for fragment in fragments]
         momentum = _momentum_of(fragments) if self._has_momentum else {}
-        progress = {key: state[key] for key in _PLAIN} | {
+        progress = {key: value for key, value in state.items() if key not in _WITH_TENSORS}
+        progress |= {
             "format": FORMAT,
             "outer_optimizers": [each["param_groups"] for each in optimizers],
             "has_momentum": [bool(each["state"]) for each in optimizers],
@@ -133,14 +125,23 @@ class CheckpointLayout:
         residual: dict[str, Tensor] = {}
         for name, live in self.live.items():
             local[name] = torch.empty_like(held_tensor(live))
-            numbers = local[name].float() if has_mean(live) else local[name]
+            numbers = local[name]
+            if has_mean(live):
+                numbers = numbers.float()
             if name in self._theta_beside:
                 theta[name] = torch.empty_like(numbers)
             if self._has_momentum and live.requires_grad:
                 momentum[name] = torch.empty_like(numbers)
             if self._settings.keeps_residual and has_mean(live):
                 residual[name] = torch.empty_like(numbers)
-        return self._saved("", "", local=local, momentum=momentum, residual=residual, theta=theta)
+        return self._saved(
+            "",
+            "",
+            local=local,
+            momentum=momentum,
+            residual=residual,
+            theta=theta,
+        )
 
     def _saved(
         self,
@@ -210,14 +211,13 @@ class CheckpointLayout:
         fragments = []
         for index, names in enumerate(self.fragments):
             buffers: dict[int, Any] = {}
-            if progress["has_momentum"][index]:
-                for position, name in enumerate(names):
-                    if name in momentum:
-                        buffers[position] = {"momentum_buffer": momentum[name]}
+            for position, name in enumerate(names):
+                if progress["has_momentum"][index] and name in momentum:
+                    buffers[position] = {"momentum_buffer": momentum[name]}
             optimizer = {"state": buffers, "param_groups": progress["outer_optimizers"][index]}
             own = {name: theta[name] for name in names}
             fragments.append({"theta": own, "optimizer": optimizer})
-        state = {key: progress[key] for key in _PLAIN} | {
+        state = progress | {
             "in_flight": self._load_in_flight(saved["in_flight"]),
             "fragments": fragments,
             "residual": self._load_all(saved.get("residual", {})),

@@ -100,7 +100,9 @@ def _problem_of_file(path: Path) -> str | None:
             return _problem_of_safetensors(path)
         if path.suffix in (".pt", ".pth", ".bin"):
             return _problem_of_torch(path)
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except zipfile.BadZipFile:
+        return "is cut off"
+    except (OSError, ValueError) as error:
         return f"cannot be read ({error})"
     return None
 
@@ -133,11 +135,7 @@ def _problem_of_torch(path: Path) -> str | None:
         if not begin.strip(b"\0"):
             return "is empty"
         if begin == b"PK\x03\x04":  # not a file of torch's old format, or a compressed one
-            try:
-                with zipfile.ZipFile(file) as archive:
-                    return None if archive.namelist() else "is cut off"
-            except zipfile.BadZipFile:
-                return "is cut off"
+            zipfile.ZipFile(file).close()
     return None
 
 

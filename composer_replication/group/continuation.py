@@ -24,7 +24,7 @@ from composer_replication.group.checkpoint_files import newest_whole
 from composer_replication.group.host import Host
 from composer_replication.group.run_folder import last_outer_step
 from composer_replication.replica.ranks import ask_on_rank_0
-from composer_replication.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.settings import SettingsMismatch
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ class Continuation:
         host: The group's trainer.
 
     Attributes:
-        loaded: What was loaded from a checkpoint, until the next fit begins; otherwise empty.
+        loaded: What a trainer has loaded from a checkpoint, which it puts here, until the next fit
+            begins; otherwise empty.
         is_resumed: Whether this fit continues from a checkpoint.
         ended: DiLoCo's state at the end of the previous fit; None before. It has no copies, since
             no step follows.
@@ -64,24 +65,21 @@ class Continuation:
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
 
-    def load(self, saved: dict[str, Any]) -> None:
-        """Keep what a checkpoint has until the next fit begins."""
-        self.loaded = saved
-
-    def check_loaded(self, path: str | None, has_begun: bool, problem: str | None = None) -> None:
+    def check_loaded(self, path: str | None, problem: str | None = None) -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
 
-        In a run that has begun, the group joins others all the same: they hold the state.
+        In a run that has begun, the group joins others all the same: they hold the state. Every
+        rank has to call it.
 
         Args:
             path: The path of the checkpoint, for errors.
-            has_begun: Whether the run has made outer steps.
             problem: Why the state cannot be read, if that is known.
 
         Raises:
             BadStateError: It has training state, but no DiLoCo state, and no others can have it.
         """
         self._path = path
+        has_begun = self._host.group.has_begun  # on every rank, whatever each has loaded
         if self.loaded or (problem is None and not self._host.steps):
             return
         rejection = self._rejection(
@@ -99,7 +97,7 @@ class Continuation:
         self.unusable = problem
         log.warning("%s. This group takes over the state of the others, if they have one", problem)
 
-    def begin(self, settings: DiLoCoSettings) -> None:
+    def begin(self) -> None:
         """Read what a fit continues from, and have averages taken out of the model.
 
         Raises:
@@ -110,7 +108,7 @@ class Continuation:
         """
         known = {} if self.ended is None else theta_of(self.ended["fragments"])
         self.also_synced = set(self.loaded.get("local", known))
-        self.layout = self.layout_of(settings, self.also_synced)
+        self.layout = self.layout_of(self.also_synced)
         self._resumed = self._read()
         self.loaded = {}
         self.is_resumed = self._resumed is not None
@@ -118,13 +116,10 @@ class Continuation:
         if self.ended is not None and not self.is_resumed:
             self._check_unchanged(known)
 
-    def layout_of(
-        self,
-        settings: DiLoCoSettings,
-        also_synced: Collection[str] = (),
-    ) -> CheckpointLayout:
+    def layout_of(self, also_synced: Collection[str] = ()) -> CheckpointLayout:
         """How a checkpoint stores the tensors that are trained now, and those named."""
         host = self._host
+        settings = host.group.settings
         fragments = synced_tensors(host.model, settings, also_synced)
         return CheckpointLayout(fragments, settings, host.is_sharded, host.averages.exist)
 
@@ -160,7 +155,7 @@ class Continuation:
                 "new Trainer of this model a new DiLoCoCallback, in all replica groups"
             )
 
-    def start_refusal(self, run_dir: str | None, known_step: int) -> str | None:
+    def start_refusal(self, run_dir: str | None, known_step: int = 0) -> str | None:
         """Return why this group must not begin the run; None if it may. A collective of its ranks.
 
         If the run has made outer steps already, a group with fresh parameters would become the

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.division import held_tensor
+from composer_replication.group.host import NO_AVERAGES, Averages
 
 
 class GlobalWeights:
@@ -28,17 +29,20 @@ class GlobalWeights:
         theta: The global parameters by the model's names, as this rank holds them: fp32, the shard
             of a DTensor. Looked up whenever they are needed, so they may change in place. Under DDP
             a look-up is a collective (``DiLoCo.global_parameters``).
-        is_left_alone: Returns whether ``state_dict`` has to return what the model holds.
+        averages: The trainer's. Where they are saved, ``state_dict`` returns what the model holds.
+
+    Attributes:
+        theta: The same. Another mapping may be put here.
     """
 
     def __init__(
         self,
         model: nn.Module,
         theta: Mapping[str, Tensor],
-        is_left_alone: Callable[[], bool] = lambda: False,
+        averages: Averages = NO_AVERAGES,
     ) -> None:
-        self._theta = theta
-        self._is_left_alone = is_left_alone
+        self.theta = theta
+        self._averages = averages
         tensors = chain(model.named_parameters(), model.named_buffers())
         self._live: dict[str, Tensor] = {name: t for name, t in tensors if name in theta}
         self._kept: dict[str, Tensor] | None = None
@@ -57,13 +61,13 @@ class GlobalWeights:
         def substitute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             if id(module) != owner:
                 return  # a deep copy, such as an average, has weights of its own
-            if self._is_left_alone() or self._kept is not None:
+            if self._averages.are_saved or self._kept is not None:
                 return  # while they are shown, one rank of DDP may save without the others
             for key, name in own.items():
                 local = state_dict.get(prefix + key)
                 if local is None or isinstance(local, nn.Parameter):
                     continue  # keep_vars=True asks for the model's own tensors
-                value = self._theta[name].detach().to(local.dtype)
+                value = self.theta[name].detach().to(local.dtype)
                 if isinstance(local, DTensor):
                     value = as_dtensor(value, local)
                 state_dict[prefix + key] = value
@@ -73,9 +77,9 @@ class GlobalWeights:
     def saved(self, name: str) -> Tensor:
         """Return this rank's part of what ``state_dict()`` of the model has under a name."""
         live = self._live[name]
-        if self._is_left_alone():
+        if self._averages.are_saved:
             return held_tensor(live)
-        return self._theta[name].detach().to(live.dtype)
+        return self.theta[name].detach().to(live.dtype)
 
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""
@@ -90,7 +94,7 @@ class GlobalWeights:
             return
         kept = {}
         for name, tensor in self._live.items():
-            theta = self._theta[name]
+            theta = self.theta[name]
             local = held_tensor(tensor)
             kept[name] = local.to(theta.device, copy=True)
             local.copy_(theta)
@@ -103,10 +107,6 @@ class GlobalWeights:
             for name, tensor in self._live.items():
                 held_tensor(tensor).copy_(self._kept[name])
             self._kept = None
-
-    def read_from(self, theta: Mapping[str, Tensor]) -> None:
-        """From now on, these are the global parameters."""
-        self._theta = theta
 
     def remove(self) -> None:
         """Put the local parameters back, and remove the hooks."""
@@ -127,7 +127,12 @@ class Generators:
         if self._states is not None:
             return
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._states = torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+        self._states = (
+            torch.get_rng_state(),
+            cuda,
+            random.getstate(),
+            np.random.get_state(),
+        )
 
     def restore(self) -> None:
         """Restore the saved states, if there are any."""
@@ -144,5 +149,9 @@ class Generators:
 def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:
     """Return this rank's shard as part of a DTensor that is sharded like another one."""
     return DTensor.from_local(
-        shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        shard,
+        like.device_mesh,
+        like.placements,
+        shape=like.shape,
+        stride=like.stride(),
     )

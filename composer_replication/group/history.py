@@ -152,7 +152,8 @@ class History(Course):
         if metric("contribution", 1.0):
             self.contributed_at = at
         self.fruitless = 0 if metric("total_contribution", 1.0) else self.fruitless + 1
-        lost, retries = int(metric("steps_lost")), int(metric("retries"))
+        lost = int(metric("steps_lost"))
+        retries = int(metric("retries"))
         why = ""
         if lost:
             is_finite = math.isfinite(metric("pseudo_gradient_norm", 0.0))
@@ -195,8 +196,7 @@ class History(Course):
     @property
     def participants(self) -> int | None:
         """Groups in its newest sync; None before it."""
-        number = self.newest.get("diloco/num_participants")
-        return None if number is None else int(number)
+        return self.newest.get("diloco/num_participants")
 
     @property
     def evaluation(self) -> dict[str, float]:

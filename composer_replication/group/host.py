@@ -46,6 +46,9 @@ class Averages:
         return live
 
 
+NO_AVERAGES = Averages()
+
+
 class Host:
     """A trainer, as its replica group sees it.
 
@@ -73,7 +76,7 @@ class Host:
         "ReplicaDataLoader(dataset, batch_size), or with a sampler that divides by REPLICA_GROUP_ID"
     )
     """What divides samples between groups, for a warning."""
-    averages = Averages()
+    averages = NO_AVERAGES
     warning = ""
     """What the groups cannot keep equal in this job, for a warning; empty if there is nothing."""
     is_sharded = False
@@ -137,7 +140,7 @@ class Host:
             is_bound: Whether an upper bound is enough: the number if this group got all samples
                 that the groups share.
         """
-        raise NotImplementedError
+        return None
 
     # ---- what it shows ----------------------------------------------------------------------
 
@@ -145,15 +148,15 @@ class Host:
     """The loss of the newest step, a mean over the group's ranks; None where it is not known, or
     only the device knows it."""
 
-    losses: Any = None
-    """The ``Losses`` of its steps; None, or of another kind: see ``mean_loss``."""
+    losses: Any
+    """The ``Losses`` of its steps; or of another kind, see ``mean_loss``."""
 
     def mean_loss(self) -> float | None:
         """The mean loss of the steps since the last call, over the group's ranks; None: not known.
 
         Every rank calls it, and only after a sync: it may wait for the device and for other ranks.
         """
-        return None if self.losses is None else self.losses.pop_mean()
+        return self.losses.pop_mean()
 
     shows_position = False
     """Whether the trainer has a progress bar, for ``show_position`` after each step."""
@@ -161,13 +164,13 @@ class Host:
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log the metrics of a sync. It must not raise."""
 
-    def show_position(self, position: str, end: int | None, is_estimate: bool) -> None:
+    def show_position(self, position: str, estimated_end: int | None) -> None:
         """Show the position in the run.
 
         Args:
             position: In words.
-            end: The step at which training ends, if it is known.
-            is_estimate: Whether ``end`` is estimated from the samples that are left.
+            estimated_end: The step at which training ends, if it is estimated from the samples that
+                are left; else None.
         """
 
     # ---- what a joiner gets beside the global state -----------------------------------------
@@ -212,29 +215,23 @@ def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
     return sum(masks or ids)
 
 
-def continue_schedule(
-    scheduler: Any,
-    optimizer: Any,
-    state: dict[str, Any],
-    *,
-    is_behind: bool,
-) -> None:
+def continue_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Take over a donor's schedule.
 
     Args:
         scheduler: One of torch's learning rate schedulers.
         optimizer: The optimizer whose steps it counts.
         state: The donor's, of its scheduler.
-        is_behind: Whether the donor steps it for the step that this group begins after.
     """
     scheduler.load_state_dict(state)
     rates = scheduler.get_last_lr()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
     # The donor took the step before it; torch warns if a scheduler steps before the optimizer.
     optimizer._opt_called = True
-    if is_behind:
-        scheduler.step()
 
 
 def check_optimizer(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:

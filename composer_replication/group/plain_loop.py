@@ -21,10 +21,9 @@ from composer_replication.diloco.torchft_api import DiLoCoManager, as_diloco_man
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.host import Host
 from composer_replication.group.losses import Losses
-from composer_replication.group.reports import Reporter, rejections
-from composer_replication.group.run_folder import SAVED, WARNING, ReplicaFolder
-from composer_replication.options import ReplicaEnv, ReplicaOptions, SyncKeywords
-from composer_replication.replica.ranks import rank
+from composer_replication.group.reports import Reporter, folder_of, rejections
+from composer_replication.group.run_folder import SAVED, WARNING
+from composer_replication.options import ReplicaOptions, SyncKeywords
 from composer_replication.settings import (
     OUTER_LR,
     OUTER_MOMENTUM,
@@ -49,17 +48,11 @@ class PlainLoop(Host):
     def __init__(self, diloco: algorithm.DiLoCo, modules: nn.Module, losses: Losses) -> None:
         self._diloco = diloco
         self.model = modules
-        self._losses = losses
+        self.losses = losses
 
     @property
     def steps(self) -> int:
         return self._diloco.inner_steps
-
-    def last_step(self, *, is_bound: bool = False) -> int | None:
-        return None
-
-    def mean_loss(self) -> float | None:
-        return self._losses.pop_mean(of_all_ranks=False)  # perhaps not all of them note one
 
 
 class DiLoCoKeywords(SettingKeywords, SyncKeywords):
@@ -104,7 +97,7 @@ class DiLoCo(algorithm.DiLoCo):
         if options.num_replicas is None:  # it was an argument of make_manager
             options = replace(options, num_replicas=manager.num_replicas)
         self._model_fragments = model_fragments
-        self._losses = Losses()
+        self._losses = Losses(of_all_ranks=False)  # perhaps not all of them note one
         super().__init__(
             manager,
             model_fragments,
@@ -136,25 +129,24 @@ class DiLoCo(algorithm.DiLoCo):
 
     def __enter__(self) -> DiLoCo:
         """Join the other groups, then count the inner optimizer's steps."""
-        env = ReplicaEnv.from_env()
-        if env.run_dir is None or env.replica_id is None:
+        options = self.options
+        if options.run_dir is None or options.replica_id is None:
             super().__enter__()
             return self
         has_steps = self.inner_steps or self.outer_step
         is_resumed = bool(has_steps and self._reporter is None)  # it is the first part of the loop
-        own = ReplicaOptions(run_dir=env.run_dir, replica_id=env.replica_id)
-        folder = ReplicaFolder(None if rank() else env.run_dir, env.replica_id)
+        folder = folder_of(options)
         host = PlainLoop(self, whole_model(self._model_fragments), self._losses)
         reporter = Reporter(folder, self.settings, host)
         self._reporter = reporter
         reporter.settings("")
-        if env.coordinator_addr is not None:
+        if options.coordinator_addr is not None:
             said = f"a loop of your own names its settings itself: {self.settings}"
             folder.append(WARNING, {"warning": f"{said}; those of the command do not reach it"})
         reporter.position("joining", self)
-        with rejections(own):
+        with rejections(options):
             if not is_resumed and self._start_refusal is None:
-                self._start_refusal = Continuation(host).start_refusal(env.run_dir, 0)
+                self._start_refusal = Continuation(host).start_refusal(options.run_dir)
             super().__enter__()
         reporter.joined(self, self._outer.manager, is_resumed)
         self._report("training")

@@ -26,7 +26,7 @@ from composer_replication.group.checkpoint import theta_of
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import GroupKeywords, Host, check_optimizer
-from composer_replication.group.reports import Reporter
+from composer_replication.group.reports import Reporter, folder_of
 from composer_replication.group.run_folder import (
     EVALUATION,
     ReplicaFolder,
@@ -36,7 +36,7 @@ from composer_replication.group.save_folder import hold, is_remote, release
 from composer_replication.options import OptionKeywords, ReplicaOptions, replica_id_of
 from composer_replication.replica.factory import backend_for, connect
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.ranks import ask_on_rank_0, broadcast, rank, world_size
+from composer_replication.replica.ranks import ask_on_rank_0, broadcast, world_size
 from composer_replication.settings import DiLoCoSettings, SettingKeywords
 
 log = logging.getLogger(__name__)
@@ -46,15 +46,16 @@ package_log = logging.getLogger("composer_replication")
 class ReplicaGroup:
     """One replica group of a DiLoCo run, for a trainer that calls these methods.
 
-    Before the first fit a trainer calls ``ask_coordinator``, and ``continuation.load`` with what a
-    checkpoint has. For a fit it calls ``join``, then for each step ``begin_step``, ``count`` and
-    ``end_step``, and finally ``end``; or ``leave`` if the fit fails. Between two fits the group
+    Before the first fit a trainer calls ``ask_coordinator``, and puts into ``continuation.loaded``
+    what a checkpoint has. For a fit it calls ``join``, then for each step ``begin_step``, ``count``
+    and ``end_step``, and finally ``end``; or ``leave`` if the fit fails. Between two fits the group
     keeps its state, and the next fit continues from it. Every rank of the group makes each call.
 
     Args:
         host: The trainer.
         named: The settings and options that the user has named.
         callback: The name of the trainer's callback, for an error.
+        given: The manager to use, for one fit only. None: make one for each.
 
     Attributes:
         settings: The run's settings.
@@ -73,7 +74,13 @@ class ReplicaGroup:
         ValueError: A setting or an option is out of range.
     """
 
-    def __init__(self, host: Host, named: GroupKeywords, callback: str) -> None:
+    def __init__(
+        self,
+        host: Host,
+        named: GroupKeywords,
+        callback: str,
+        given: Any,
+    ) -> None:
         check_names(named, GroupKeywords, callback)
         self.host = host
         host.group = self
@@ -85,6 +92,7 @@ class ReplicaGroup:
         self.diloco: DiLoCo | None = None
         self.data: GroupData | None = None
         self.weights: GlobalWeights | None = None
+        self._given = given
         self.manager: Any = None
         self.result: dict[str, Any] = {}
         self._metrics: dict[str, float] = {}
@@ -116,7 +124,12 @@ class ReplicaGroup:
         Raises:
             ValueError: Another group saves there.
         """
-        hold(self.host.saves_to, replica_id_of(self.options), self, self.host.save_argument)
+        hold(
+            self.host.saves_to,
+            replica_id_of(self.options),
+            self,
+            self.host.save_argument,
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -126,11 +139,8 @@ class ReplicaGroup:
 
     # ---- a fit begins -----------------------------------------------------------------------
 
-    def join(self, manager: Any = None) -> None:
+    def join(self) -> None:
         """Begin a fit: connect with the other groups, and wait for them.
-
-        Args:
-            manager: The manager to use, for this fit only. None: make one.
 
         Raises:
             BadStateError: The checkpoint is damaged, or is one of another model.
@@ -145,14 +155,14 @@ class ReplicaGroup:
             self.continuation.left = None
             self._drop()
             log.info("Continuing from the state of the fit that failed")
-        if manager is not None and self.continuation.ended is not None:
+        if self._given is not None and self.continuation.ended is not None:
             raise ValueError(
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
             )
         try:
             self._prepare()
-            diloco = self._connect(manager)
+            diloco = self._connect()
             self.diloco = diloco
             diloco.counts_steps = False
             self._restore(diloco)
@@ -172,10 +182,8 @@ class ReplicaGroup:
         check_optimizer(self.host.optimizer)
         ask_on_rank_0(self.hold_folders)
         self._joined.callback(self.host.averages.leave)
-        self.continuation.begin(self.settings)
-        run_dir = None if rank() else self.options.run_dir
-        folder = ReplicaFolder(run_dir, replica_id_of(self.options))
-        self._reporter = Reporter(folder, self.settings, self.host)
+        self.continuation.begin()
+        self._reporter = Reporter(folder_of(self.options), self.settings, self.host)
         self._reporter.settings("" if self._run is None else self._run.settings_source)
 
     def _restore(self, diloco: DiLoCo) -> None:
@@ -186,10 +194,9 @@ class ReplicaGroup:
         if self.weights is not None:
             self.weights.remove()
         theta = diloco.global_parameters()
-        averages = self.host.averages
-        self.weights = GlobalWeights(self.host.model, theta, lambda: averages.are_saved)
+        self.weights = GlobalWeights(self.host.model, theta, self.host.averages)
 
-    def _connect(self, manager: Any) -> DiLoCo:
+    def _connect(self) -> DiLoCo:
         host = self.host
         options = self.options
         known_step = 0 if self._run is None else self._run.outer_step
@@ -199,8 +206,7 @@ class ReplicaGroup:
             self._membership = Membership(options, self._run, synced, world_size())
             self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
-        if manager is None:
-            manager = connect(replace(options, backend=backend))
+        manager: Any = self._given or connect(replace(options, backend=backend))
         manager = as_diloco_manager(manager)
         self.manager = manager
         self._joined.callback(manager.shutdown)
@@ -222,7 +228,12 @@ class ReplicaGroup:
             also_synced=self.continuation.also_synced,
         )
         self.data = group_data_of(
-            host.loader, options, diloco, self._membership, self.sync_idle, host.epochs
+            host.loader,
+            options,
+            diloco,
+            self._membership,
+            self.sync_idle,
+            host.epochs,
         )
         if self.data is not None:
             self._joined.callback(self.data.close)
@@ -430,7 +441,7 @@ class ReplicaGroup:
         state = self._diloco_state(self.diloco)
         self.continuation.ended = state
         # Under DDP these have been gathered, so rank 0 alone may save the model from now on.
-        self.weights.read_from(theta_of(state["fragments"]))
+        self.weights.theta = theta_of(state["fragments"])
 
     def leave(self) -> None:
         """Count no more steps and send no more heartbeats: the others would wait for this group.
@@ -457,6 +468,8 @@ class ReplicaGroup:
 
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
+        if self.diloco is None:
+            return
         self._reporter.folder.write_error(error)
         self.leave()
         release(self)

@@ -31,7 +31,7 @@ from composer_replication.group.words import (
     plural,
     why_nothing_was_learned,
 )
-from composer_replication.options import DuplicateIdError, ReplicaOptions
+from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.fence import fence
@@ -87,10 +87,10 @@ class Reporter:
         if not rank():
             log.info("%s: %s", title, self._settings)
             if momentum:
-                log.warning("%s", momentum)
-        # DiLoCo itself warns of the overlap.
-        for text in filter(None, (momentum, self._settings.overlap_warning)):
-            self.folder.append(WARNING, {"warning": text})
+                self.warn(momentum)
+        overlap = self._settings.overlap_warning
+        if overlap:  # DiLoCo itself logs it
+            self.folder.append(WARNING, {"warning": overlap})
 
     @fence("the start of this group")
     def joined(self, diloco: DiLoCo, manager: DiLoCoManager, is_resumed: bool) -> None:
@@ -293,7 +293,7 @@ class Reporter:
             trained_at=trained_at,
         )
         if phase != "joining" and not rank():
-            self._show(position, bool(done))
+            self._show(diloco.outer_step, self._ends_at if done else None)
         return position | {"phase": phase, "steps_per_second": speed} | self._last_sync
 
     def _is_warm_up(self, outer_step: int) -> bool:
@@ -302,10 +302,14 @@ class Reporter:
         return now < self._settings.sync_every_at(sys.maxsize)
 
     @fence("the position on the progress bar")
-    def _show(self, position: Mapping[str, Any], is_estimate: bool) -> None:
+    def _show(self, outer_step: int, estimated_end: int | None) -> None:
         groups = plural(self._num_groups, "group")
-        place = f"outer step {position['outer_step']}, {groups}"
-        self._host.show_position(place, position["max_batches"], is_estimate)
+        self._host.show_position(f"outer step {outer_step}, {groups}", estimated_end)
+
+
+def folder_of(options: ReplicaOptions) -> ReplicaFolder:
+    """A group's folder, in which its rank 0 alone writes."""
+    return ReplicaFolder(None if rank() else options.run_dir, replica_id_of(options))
 
 
 @contextmanager
@@ -324,8 +328,8 @@ def rejections(options: ReplicaOptions) -> Iterator[None]:
         raise  # the name may be free the next time
     except Exception as error:
         with fence("in the run's folder why this group ends"):
-            if options.replica_id is not None and not rank():
-                folder = ReplicaFolder(options.run_dir, options.replica_id)
+            if options.replica_id is not None:
+                folder = folder_of(options)
                 if isinstance(error, ValueError):
                     folder.write_rejection(error)
                 else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import logging
 import os
 import time
@@ -121,12 +120,15 @@ def make_run_folder(config: Mapping[str, Any], config_path: str | Path) -> Path:
 def _make_new_folder(parent: Path, name: str) -> Path:
     """Make a folder for this run alone, also if two runs start in the same second."""
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    for number in itertools.count(1):
-        path = parent / (stem if number == 1 else f"{stem}-{number}")
-        with contextlib.suppress(FileExistsError):
+    path = parent / stem
+    number = 1
+    while True:
+        try:
             path.mkdir(parents=True)
             return path
-    raise AssertionError("there is always a next number")
+        except FileExistsError:
+            number += 1
+            path = parent / f"{stem}-{number}"
 
 
 def log_path(run_dir: Path, replica_id: str | int) -> Path:
@@ -255,9 +257,12 @@ class ReplicaFolder:
         self.append(ERROR, {"type": kind, "error": f"{kind}: {error}"})
 
     def write_rejection(self, error: ValueError) -> None:
-        """Record that the group ends because of its input, and would do so again."""
+        """Record that the group ends because of its input, and would do so again.
+
+        The rest of ``status.json`` stays as it is.
+        """
         self.append(REJECTION, {"type": type(error).__name__, "error": str(error)})
-        self.enter(REJECTED)
+        self.write_status(**{**self.read_status(), "phase": REJECTED})
 
     @fence("the result of this group")
     def write_end(self, result: Mapping[str, Any]) -> None:

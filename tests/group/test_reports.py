@@ -26,10 +26,6 @@ class Trainer(Host):
     """Does not know its last step."""
 
     steps = 0
-    shows_position = False
-
-    def last_step(self, *, is_bound=False):
-        return None
 
 
 SECONDS = 2.0
