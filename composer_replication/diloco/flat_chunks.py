@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,10 +18,8 @@ CHUNK = 2**18
 """Elements of a chunk on a CPU: what is written is still in cache when it is read again."""
 
 SCRATCH = 2**26
-"""Most bytes of an accelerator's memory for a part of what rests in host memory: 64 MiB."""
-
-LAST_SCRATCH = 2**22
-"""The same for numbers rounded to a smaller dtype, where a buffer has no room for them: 4 MiB."""
+"""Most bytes of an accelerator's memory for a part of what rests in host memory, and for a part of
+what is rounded to a smaller dtype: 64 MiB."""
 
 ALIGNMENT = 16
 
@@ -126,7 +124,6 @@ class Layout:
     Attributes:
         chunks: All elements, in order. In a chunk all tensors are parameters, or all are buffers;
             they have one dtype, and as many ranks hold them.
-        chunks_to_pack: The same in smaller parts, if numbers are rounded to pack them.
         chunk: Returns the chunk from one element to another, without the padding behind all.
     """
 
@@ -148,12 +145,7 @@ class Layout:
             row = math.prod(tensor.shape[1:]) if division.num_shares == 1 else 1
             self._rows.append(row)
         self.chunk = functools.cache(self._chunk)
-        limit = _limit(tensors, needs_scratch)
-        self.chunks = self._cut(lambda start: limit)
-        self.chunks_to_pack = self.chunks
-        has_low = any(tensor.dtype != torch.float32 for tensor in tensors)
-        if has_low and limit >= self.num_elements:
-            self.chunks_to_pack = self._cut(self._most_to_pack)
+        self.chunks = self._cut(_limit(tensors, needs_scratch))
 
     @property
     def num_elements(self) -> int:
@@ -162,15 +154,7 @@ class Layout:
 
     # ---- chunks ----------------------------------------------------------------------------------
 
-    def _most_to_pack(self, start: int) -> int:
-        """Most elements of a chunk from here on that can be rounded in memory that follows it.
-
-        They take half of fp32's bytes, or fewer.
-        """
-        follow = self.num_elements - start
-        return max(LAST_SCRATCH // 2, 2 * follow // 3) // ALIGNMENT * ALIGNMENT
-
-    def _cut(self, most: Callable[[int], int]) -> list[Chunk]:
+    def _cut(self, limit: int) -> list[Chunk]:
         chunks = []
         indices = [index for index, size in enumerate(self.division.sizes) if size]
         for _, group in itertools.groupby(indices, self._kinds.__getitem__):
@@ -178,7 +162,7 @@ class Layout:
             start = self._firsts[members[0]]
             end = self._firsts[members[-1] + 1]
             while start < end:
-                stop = start + most(start)
+                stop = start + limit
                 stop = self._end_of(start, stop) if stop < end else end
                 chunks.append(self._chunk(start, stop))
                 start = stop
@@ -211,10 +195,12 @@ class Layout:
 def _limit(tensors: Sequence[Tensor], needs_scratch: bool) -> int:
     if not tensors or tensors[0].device.type == "cpu":
         return CHUNK
-    if not needs_scratch:
-        return max(1, sum(tensor.numel() for tensor in tensors))
     low = [tensor.element_size() for tensor in tensors if tensor.dtype != torch.float32]
-    num_bytes = 4 + max(low, default=0)
+    num_bytes = max(low, default=0)
+    if needs_scratch:
+        num_bytes += 4
+    if not num_bytes:
+        return max(1, sum(tensor.numel() for tensor in tensors))
     return SCRATCH // num_bytes // ALIGNMENT * ALIGNMENT
 
 

@@ -257,13 +257,10 @@ class GlobalParameters:
             start = self.division.start
             own = own[start : start + self.layout.num_elements]
 
-        def write(chunk: Chunk, into: Tensor) -> None:
-            values = into[chunk.place]
-            theta = self._lent(own, chunk.place)
-            dtype = local[chunk.indices[0]].dtype
-            if dtype != torch.float32:
-                theta = _rounded(theta, dtype, into[chunk.place.stop :])
+        def write(chunk: Chunk, values: Tensor) -> None:
             views, parts = chunk.pairs(local, values)
+            dtype = parts[0].dtype
+            theta = self._lent(own, chunk.place).to(dtype)
             if values.device.type == "cpu" and dtype == torch.float32:
                 # A pass over memory less than where they are gathered first.
                 of_theta = theta.split(chunk.sizes)
@@ -519,14 +516,6 @@ class GlobalParameters:
                     squares.add([buffer.view(-1)], [index])
             self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
         return self._momentum_norm
-
-
-def _rounded(values: Tensor, dtype: torch.dtype, memory: Tensor) -> Tensor:
-    """Round values to another dtype, in this memory if it is large enough."""
-    room = memory.view(dtype)[: values.numel()]
-    if room.numel() < values.numel():
-        return values.to(dtype)
-    return room.copy_(values)
 
 
 def _norm(squares: Tensor, copies: Sequence[int]) -> float:

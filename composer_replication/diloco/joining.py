@@ -133,8 +133,7 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     mean = WeightedMean(layout, fragment.device)
     local = fragment.globals.local()
 
-    def write(chunk: Chunk, into: Tensor) -> None:
-        values = into[chunk.place]
+    def write(chunk: Chunk, values: Tensor) -> None:
         if chunk.indices[0] in fragment.globals.averaged_buffers:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()
