@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Phase, Steps
 from composer_replication.diloco.outer_loop import OuterLoop
@@ -29,9 +30,9 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         of_group = fragment.mean.gather_residual()
         if of_group is not None:
             # By name, in the shapes of the parameters.
-            views = fragment.globals.whole_views(of_group.clone() if copies else of_group)
+            views = fragment.globals.whole_views(of_group)
             residual |= zip(fragment.globals.theta, views, strict=True)
-    return state.whole_state_dict(copies=copies) | {
+    saved = state.whole_state_dict() | {
         "since_sync": since_sync,
         "reading": state.ledger.local_state(),
         "in_flight": _in_flight(loop.in_flight),
@@ -40,6 +41,9 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         "usual_pace": loop.usual_pace.state_dict(),
         "residual": residual,
     }
+    if copies and not state.fragments[0].is_shared:  # what was gathered is a copy
+        return tree_map_only(Tensor, Tensor.clone, saved)
+    return saved
 
 
 def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
