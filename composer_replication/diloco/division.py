@@ -81,10 +81,9 @@ class Division:
         parts: Which elements of each tensor are in this rank's share.
         sizes: How many these are.
         num_shares: The number of shares into which all elements are divided.
-        padded: Elements of memory for the whole. All shares are equally large, so the last may have
-            padding.
-        start: Where this rank's share begins in it.
-        stop: Where it ends.
+        share: How many elements a share has. All are equally large, so the last may have padding.
+        padded: Elements of memory for all shares.
+        place: This rank's share in it.
         copies: How many ranks hold the same elements of each tensor.
         bucket: Largest number of elements in a message.
 
@@ -132,19 +131,18 @@ class Division:
         # Shards are one share: each rank has another one, and all of it.
         self.num_shares = 1 if are_held else self.num_ranks
         unit = self.ALIGNMENT if self.num_shares > 1 else 1
-        self._share = -(-self._firsts[-1] // (self.num_shares * unit)) * unit
-        self.padded = self._share * self.num_shares
-        place = 0 if are_held else self._rank
-        self.start = place * self._share
-        self.stop = self.start + self._share
-        self.parts = [self._part(index, place) for index in range(len(tensors))]
+        self.share = -(-self._firsts[-1] // (self.num_shares * unit)) * unit
+        self.padded = self.share * self.num_shares
+        number = 0 if are_held else self._rank
+        self.place = slice(number * self.share, (number + 1) * self.share)
+        self.parts = [self._part(index, number) for index in range(len(tensors))]
         self.sizes = [part.stop - part.start for part in self.parts]
 
     def _part(self, index: int, rank: int) -> slice:
         """The elements of a tensor that are in the share of a rank."""
         size = self.whole_sizes[index]
-        begin = rank * self._share - self._firsts[index]
-        end = begin + self._share
+        begin = rank * self.share - self._firsts[index]
+        end = begin + self.share
         begin = max(0, min(size, begin))
         end = max(0, min(size, end))
         return slice(begin, end)
@@ -185,6 +183,15 @@ class Division:
             gathered = own.new_empty(bucket.numel())
             torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
             bucket.copy_(gathered.view(bucket.shape))
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """All elements without padding, given those of this rank's share."""
+        if self.num_shares == 1:
+            return own
+        flat = own.new_zeros(self.padded)
+        flat[self.place][: own.numel()] = own
+        self.gather(flat)
+        return flat[: self._firsts[-1]]
 
     def whole(self, index: int, own: Tensor) -> Tensor:
         """Gather all shares of one tensor, 1-D, given this rank's.

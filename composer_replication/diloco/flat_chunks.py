@@ -122,6 +122,7 @@ class Layout:
         needs_scratch: Whether what is in the buffers is copied to the accelerator or inside it.
 
     Attributes:
+        device: Where the model is.
         chunks: All elements, in order. In a chunk all tensors are parameters, or all are buffers;
             they have one dtype, and as many ranks hold them.
         chunk: Returns the chunk from one element to another, without the padding behind all.
@@ -135,6 +136,7 @@ class Layout:
         needs_scratch: bool = False,
     ) -> None:
         self.division = division
+        self.device = tensors[0].device
         self.num_parameters = len(tensors) if num_parameters is None else num_parameters
         self._firsts = [*itertools.accumulate(division.sizes, initial=0)]
         self._kinds = []
@@ -193,7 +195,7 @@ class Layout:
 
 
 def _limit(tensors: Sequence[Tensor], needs_scratch: bool) -> int:
-    if not tensors or tensors[0].device.type == "cpu":
+    if tensors[0].device.type == "cpu":
         return CHUNK
     low = [tensor.element_size() for tensor in tensors if tensor.dtype != torch.float32]
     num_bytes = max(low, default=0)

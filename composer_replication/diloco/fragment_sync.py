@@ -140,7 +140,7 @@ class FragmentSync:
         self._usual_pace = usual_pace
         self._settings = state.settings
         self.device = self.globals.device
-        self.mean = make_mean(self.globals.layout, self.device, state.settings.wire_format)
+        self.mean = make_mean(self.globals.layout, state.settings.wire_format)
         # Messages travel beside training, as torchft's do.
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []

@@ -95,10 +95,8 @@ class GlobalParameters:
         size = sum(self.theta_division.sizes)
         self.flat = torch.zeros(size, device=resting, pin_memory=rests_elsewhere)
         self.theta = self._theta_of(held)
-        self._momentum_norm: float | None = None
-        """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
         self._step_norms = StepNorms()
-        """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
+        """This rank's part of the norms in the last outer step."""
         owned = [self.theta[name] for name in parameters]
         self.optimizer = outer_optimizer(owned)
         _check_is_over(self.optimizer, owned)
@@ -147,35 +145,44 @@ class GlobalParameters:
         squares = mean.squares()  # before the step overwrites the sums
         unmoved = self._unmoved(squares, sums)
         (group,) = self.optimizer.param_groups
+        decay = group["momentum"]
+        if decay:
+            self._keep_momentum()
+            for index in unmoved:
+                self.momenta[index].zero_()
         divisor = torch.full((), mean.divisor, device=self.device)
-        momentum_before = 0.0
-        if group["momentum"]:
-            self._keep_momentum(unmoved)
-            # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
-            momentum_before = self._own_momentum_norm()
         local = self.local()
         unmixed = self._unmixed(alpha)
-        momentum_squares = Squares(len(self.theta))
+        count = len(self.theta)
+        of_momentum = Squares(2 * count)  # before the step, and after it
         for chunk in self.layout.chunks:
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
-            if chunk.indices[0] in self.averaged_buffers:
+            first = chunk.indices[0]
+            if first in self.averaged_buffers:
                 theta.sub_(part.div_(mean.divisor))
-            elif not group["momentum"]:
+            elif not decay:
                 take_sgd_step(group, divisor, theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
+                of_momentum.add([momentum], [first])  # as many ranks hold all of the chunk
                 take_sgd_step(group, divisor, theta, part, momentum)
-                momentum_squares.add([momentum], chunk.indices[:1])  # as many ranks hold them all
+                of_momentum.add([momentum], [count + first])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
                 chunk.write(theta, local, alpha, unmixed, scratch=part)
         self._await_rest()
-        self._momentum_norm = _norm(momentum_squares.by_tensor, self.division.copies)
+        before, after = of_momentum.by_tensor.view(2, -1)
         of_mean = squares / mean.divisor**2
-        self._note_norms(of_mean, momentum_before=momentum_before, decay=group["momentum"])
+        self._step_norms = StepNorms(
+            mean=self._norm(of_mean),
+            stepped=self._norm(of_mean[: self.num_parameters]),
+            momentum_before=self._norm(before),
+            momentum=self._norm(after),
+            decay=decay,
+        )
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
@@ -195,8 +202,17 @@ class GlobalParameters:
             self.optimizer.state.pop(parameters[index], None)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._momentum_norm = None
-        self._note_norms(squares.by_tensor)
+        of_momentum = Squares(len(parameters))
+        for index, theta in enumerate(parameters):
+            momentum = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+            if momentum is not None:
+                of_momentum.add([momentum.view(-1)], [index])
+        of_mean = squares.by_tensor
+        self._step_norms = StepNorms(
+            mean=self._norm(of_mean),
+            stepped=self._norm(of_mean[: self.num_parameters]),
+            momentum=self._norm(of_momentum.by_tensor),
+        )
 
     def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
@@ -208,11 +224,10 @@ class GlobalParameters:
         ranks = self.theta_division.sum(has_moved).tolist()
         return [index for index in range(self.num_parameters) if not ranks[index]]
 
-    def _note_norms(self, squares: Tensor, **more: float) -> None:
-        copies = self.theta_division.copies
-        mean = _norm(squares, copies)
-        moved = _norm(squares[: self.num_parameters], copies[: self.num_parameters])
-        self._step_norms = StepNorms(mean, moved, **more)
+    def _norm(self, squares: Tensor) -> float:
+        """This rank's part of a norm: other ranks may hold the same tensors."""
+        copies = self.theta_division.copies[: len(squares)]
+        return math.sqrt((squares / torch.tensor(copies)).sum())
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
@@ -254,8 +269,7 @@ class GlobalParameters:
         """
         own = self.flat
         if self.division is not self.theta_division:  # theta has all, and the message a share
-            start = self.division.start
-            own = own[start : start + self.layout.num_elements]
+            own = own[self.division.place]
 
         def write(chunk: Chunk, values: Tensor) -> None:
             views, parts = chunk.pairs(local, values)
@@ -281,10 +295,7 @@ class GlobalParameters:
 
         With shares it is a collective of the ranks.
         """
-        flat = self.flat
-        if self.is_shared:
-            parts = [self.whole(name).reshape(-1) for name in self.theta]
-            flat = torch.cat(parts)
+        flat = self.theta_division.gathered(self.flat)
         self._write(flat, alpha)
         self.copied.write_back()
 
@@ -437,20 +448,11 @@ class GlobalParameters:
         is_sgd = isinstance(self.optimizer, torch.optim.SGD)
         return self.views(self.momentum) if is_sgd else []
 
-    def _keep_momentum(self, unmoved: Sequence[int] = ()) -> None:
-        """Have the optimizer hold the views of one buffer as its momentum.
-
-        Args:
-            unmoved: The parameters that forget it, by index: it would move them although their mean
-                pseudo-gradient is 0.
-        """
-        parameters = [*self.theta.values()][: self.num_parameters]
-        momenta = self.momenta
-        for theta, own in zip(parameters, momenta, strict=False):
+    def _keep_momentum(self) -> None:
+        """Have the optimizer hold the views of one buffer as its momentum."""
+        pairs = zip(self.theta.values(), self.momenta, strict=True)
+        for theta, own in islice(pairs, self.num_parameters):
             self.optimizer.state[theta]["momentum_buffer"] = own
-        for index in unmoved:
-            momenta[index].zero_()
-            self._momentum_norm = None
 
     def move_to(self, flat: Tensor, momentum: Tensor) -> None:
         """Continue in other memory, with the numbers that are in it.
@@ -473,7 +475,6 @@ class GlobalParameters:
         that is written again.
         """
         self.optimizer.load_state_dict(state_dict)
-        self._momentum_norm = None
         momenta = self.momenta
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
@@ -494,33 +495,17 @@ class GlobalParameters:
         if not momentum and self.optimizer.state:
             self.optimizer.state.clear()
             self.momentum.zero_()
-            self._momentum_norm = None
 
     def step_norms(self) -> StepNorms:
-        """The norms of the last outer step; the momentum's is 0 before the first one.
+        """The norms of the last outer step that this process has taken; 0 before the first one.
 
         They are over all shards or shares of the group, if it has any: then it is a collective of
         its ranks.
         """
-        *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
+        *own, decay = self._step_norms
         squares = torch.tensor(own, dtype=torch.float64).square()
         norms = self.theta_division.sum(squares).sqrt()
         return StepNorms._make([*norms.tolist(), decay])
-
-    def _own_momentum_norm(self) -> float:
-        if self._momentum_norm is None:
-            squares = Squares(len(self.theta))
-            for index, theta in enumerate(self.theta.values()):
-                buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-                if buffer is not None:
-                    squares.add([buffer.view(-1)], [index])
-            self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
-        return self._momentum_norm
-
-
-def _norm(squares: Tensor, copies: Sequence[int]) -> float:
-    """This rank's part of a norm, given squares of which so many ranks hold the same."""
-    return math.sqrt((squares / torch.tensor(copies)).sum())
 
 
 def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:

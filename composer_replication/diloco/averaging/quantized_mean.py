@@ -59,16 +59,14 @@ class QuantizedMean(WeightedMean):
 
     Args:
         layout: See ``WeightedMean``.
-        device: Where the messages live.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, wire_format: str) -> None:
-        super().__init__(layout, device)
+    def __init__(self, layout: Layout, wire_format: str) -> None:
+        super().__init__(layout)
         self._format = make_wire_format(wire_format)
-        self._message_memory = FlatMemory(device)
-        size = self.division.stop - self.division.start
-        self.residual = torch.zeros(size, device=self.device)
+        self._message_memory = FlatMemory(self.device)
+        self.residual = torch.zeros(self.division.share, device=self.device)
         """The residual of this rank's share, 1-D fp32: what rounding has taken from the sum."""
 
     SLACK = 2.5
@@ -86,7 +84,7 @@ class QuantizedMean(WeightedMean):
         groups = manager.num_participants()
         rank = manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        own = self.flat[self.division.start : self.division.stop]
+        own = self.flat[self.division.place]
         several = -(-own.numel() // (LEAST_MESSAGES * PART)) * PART
         parts = own.split(min(self.division.bucket, several))
         buckets = [QuantizedBucket(part, groups, rank, self._format) for part in parts]
@@ -124,16 +122,11 @@ class QuantizedMean(WeightedMean):
         self._exchange: Exchange | None = None
 
     def gather_residual(self) -> Tensor:
-        whole = self.residual
-        if self.division.num_shares > 1:
-            whole = whole.new_zeros(self.division.padded)
-            whole[self.division.start : self.division.stop] = self.residual
-            self.division.gather(whole)
-        return whole[: sum(self.division.whole_sizes)]
+        return self.division.gathered(self.residual)
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         whole = torch.cat([tensor.to(self.device) for tensor in tensors])
-        own = whole[self.division.start : self.division.stop]
+        own = whole[self.division.place]
         self.residual[: own.numel()] = own  # what pads it is zeros
 
     def forget_residual(self, tensors: Collection[int] | None = None) -> None:
@@ -242,8 +235,8 @@ class Exchange:
         return True
 
 
-def make_mean(layout: Layout, device: torch.device, wire_format: str) -> WeightedMean:
+def make_mean(layout: Layout, wire_format: str) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(layout, device)
-    return QuantizedMean(layout, device, wire_format)
+        return WeightedMean(layout)
+    return QuantizedMean(layout, wire_format)

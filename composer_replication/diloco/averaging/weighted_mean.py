@@ -33,21 +33,21 @@ class WeightedMean:
 
     Args:
         layout: The order of what this rank sends of the tensors. It is the same in all groups.
-        device: Where the messages live.
 
     Attributes:
+        device: Where the messages live, and the model.
         messages: The 1-D fp32 tensors that are summed over the groups in place.
         flat: The memory of all ranks' shares, of which this rank's has what is sent.
         sums: ``divisor`` times the mean, 1-D fp32: this rank's share of each tensor.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.device = device
+        self.device = layout.device
         self.division = layout.division
-        self._memory = FlatMemory(device)
+        self._memory = FlatMemory(self.device)
         self.abandon()
-        self.num_bytes_float32 = 4 * (self.division.stop - self.division.start + 1)
+        self.num_bytes_float32 = 4 * (self.division.share + 1)
         self.num_bytes = self.num_bytes_float32
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
@@ -85,7 +85,7 @@ class WeightedMean:
         self.abandon()
         division = self.division
         self.flat = self._memory.take(division.padded)
-        to_send = self.flat[division.start : division.stop]
+        to_send = self.flat[division.place]
         self.sums = to_send[: self.layout.num_elements]
         sums = self._write(write, contribution)
         if asks_ranks:
