@@ -479,7 +479,7 @@ class GlobalParameters:
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
-                if key == "momentum_buffer" and value is not None:
+                if momenta and key == "momentum_buffer" and value is not None:
                     state[key] = momenta[index]
                 elif isinstance(value, Tensor):
                     state[key] = value.clone()

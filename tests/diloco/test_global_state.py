@@ -19,6 +19,7 @@ OUTER = {
     "momentum": nesterov_sgd(0.7, 0.9),
     "no momentum": plain_sgd(),
     "Adam": partial(torch.optim.Adam, lr=0.1),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.1, momentum=0.9),
 }
 
 
