@@ -51,8 +51,8 @@ class CopiedBuffers:
             else:
                 self.live[name] = buffer
                 self.values[name] = buffer.detach().to("cpu", copy=True)
-        every = self.averaged | self.live
-        self._like = {name: held_tensor(buffer) for name, buffer in every.items()}
+        every = [*self.averaged.values(), *self.live.values()]
+        self._like = [held_tensor(buffer) for buffer in every]
         self._message = torch.empty(0, dtype=torch.uint8)
 
     def send(
@@ -84,16 +84,19 @@ class CopiedBuffers:
         Returns:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
-        sizes = [buffer.nbytes for buffer in self._like.values()]
-        parts = self._message.cpu().split(sizes)
-        received: dict[str, Tensor] = {}
-        for (name, like), part in zip(self._like.items(), parts, strict=True):
-            buffer = part.clone().view(like.dtype)
-            received[name] = buffer.view(like.shape)
-        for name, value in self.values.items():
-            value.copy_(received.pop(name))
+        message = self._message.cpu()
+        received: list[Tensor] = []
+        start = 0
+        for like in self._like:
+            part = message[start : start + like.nbytes].clone()
+            start += like.nbytes
+            buffer = part.view(like.dtype)
+            received.append(buffer.view(like.shape))
+        count = len(self.averaged)
+        for value, buffer in zip(self.values.values(), received[count:], strict=True):
+            value.copy_(buffer)
         self.write_back()
-        return [*received.values()]
+        return received[:count]
 
     @torch.no_grad()
     def write_back(self) -> None:

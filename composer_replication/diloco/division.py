@@ -26,7 +26,8 @@ TIMEOUT = timedelta(seconds=300)
 
 def held_tensor(parameter: Tensor) -> Tensor:
     """Return a parameter's storage on this rank: of a DTensor (FSDP2) this rank's shard."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return held.detach()
 
 
 def count_shards(tensor: Tensor) -> int:

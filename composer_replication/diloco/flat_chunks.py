@@ -31,13 +31,13 @@ class Chunk(NamedTuple):
         place: The slice.
         sizes: Elements of each part.
         indices: The index of its tensor.
-        parts: Which elements of that tensor it is, as a slice; None for all of them.
+        parts: Which elements of that tensor it is.
     """
 
     place: slice
     sizes: list[int]
     indices: list[int]
-    parts: list[slice | None]
+    parts: list[slice]
 
     def pairs(
         self,
@@ -94,12 +94,11 @@ class Chunk(NamedTuple):
         _foreach_copy_(parts, views, non_blocking=is_ordered)
 
 
-def _part_of(tensor: Tensor, part: slice | None) -> Tensor:
+def _part_of(tensor: Tensor, part: slice) -> Tensor:
     """A part of a tensor: a view in one dimension, or of rows if it is scattered in memory."""
     if tensor.is_contiguous():
-        flat = tensor.view(-1)
-        return flat if part is None else flat[part]
-    if part is None:
+        return tensor.view(-1)[part]
+    if part.stop - part.start == tensor.numel():
         return tensor
     row = math.prod(tensor.shape[1:])
     if part.start % row or part.stop % row:  # in the share of a rank, which is only read
@@ -187,10 +186,9 @@ class Layout:
             end = min(own.stop, own.start + stop - self._firsts[index])
             if begin == end:
                 continue
-            is_whole = end - begin == self.division.whole_sizes[index]
             chunk.sizes.append(end - begin)
             chunk.indices.append(index)
-            chunk.parts.append(None if is_whole else slice(begin, end))
+            chunk.parts.append(slice(begin, end))
         return chunk
 
 

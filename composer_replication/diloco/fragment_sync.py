@@ -355,7 +355,7 @@ class FragmentSync:
     def forget_local(self) -> None:
         """Send nothing of what this group has trained since the last sync."""
         self._drop_steps()
-        self.mean.forget_residual()
+        self.mean.forget_residual(range(len(self.globals.theta)))
 
     def _drop_steps(self) -> None:
         self.unsynced = Steps()

@@ -94,7 +94,13 @@ class GlobalParameters:
         # Pinned, copies run beside the accelerator's kernels; torch takes the next power of two.
         size = sum(self.theta_division.sizes)
         self.flat = torch.zeros(size, device=resting, pin_memory=rests_elsewhere)
-        self.theta = self._theta_of(held)
+        self.theta: dict[str, nn.Parameter] = {}
+        views = self.views(self.flat)
+        for index, name in enumerate(self.averaged):
+            part = self.theta_division.part_of(index, held[index])
+            view = views[index]
+            view.copy_(part.view(view.shape))
+            self.theta[name] = nn.Parameter(view)
         self._step_norms = StepNorms()
         """This rank's part of the norms in the last outer step."""
         owned = [self.theta[name] for name in parameters]
@@ -102,16 +108,6 @@ class GlobalParameters:
         _check_is_over(self.optimizer, owned)
         if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
             self._keep_momentum()  # now: what does not fit into memory is to fail at the start
-
-    @torch.no_grad()
-    def _theta_of(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
-        """Copy what this rank holds of the model into ``flat``, and return the views of that."""
-        theta: dict[str, nn.Parameter] = {}
-        views = self.views(self.flat)
-        for index, (name, view) in enumerate(zip(self.averaged, views, strict=True)):
-            part = self.theta_division.part_of(index, held[index])
-            theta[name] = nn.Parameter(view.copy_(part.view(view.shape)))
-        return theta
 
     # ---- the outer step --------------------------------------------------------------------------
 
@@ -326,9 +322,10 @@ class GlobalParameters:
     @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        pairs = zip(self.theta.values(), self.local(), strict=False)
-        for index, (theta, local) in enumerate(islice(pairs, self.num_parameters)):
-            own = self.theta_division.part_of(index, local)
+        local = self.local()
+        parameters = islice(self.theta.values(), self.num_parameters)
+        for index, theta in enumerate(parameters):
+            own = self.theta_division.part_of(index, local[index])
             rounded = theta.view(-1).to(own)
             if not torch.equal(own, rounded):
                 return True
@@ -379,9 +376,15 @@ class GlobalParameters:
         own = self.theta[name].detach() if part is None else part
         if not self.is_shared:
             return own
-        index = list(self.theta).index(name)
-        whole = self.theta_division.whole(index, own)
+        whole = self.theta_division.whole(self._index(name), own)
         return whole.view(self.shapes[name])
+
+    def part_of(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the shape of a global one, 1-D."""
+        return self.theta_division.part_of(self._index(name), whole)
+
+    def _index(self, name: str) -> int:
+        return [*self.theta].index(name)
 
     def not_finite(
         self,
@@ -438,8 +441,7 @@ class GlobalParameters:
     @functools.cached_property
     def momentum(self) -> Tensor:
         """The outer momentum of all tensors, like ``flat``."""
-        is_pinned = self.flat.is_pinned()
-        return torch.zeros(self.flat.shape, device=self.flat.device, pin_memory=is_pinned)
+        return torch.zeros_like(self.flat, pin_memory=self.flat.is_pinned())
 
     @property
     def momenta(self) -> list[Tensor]:

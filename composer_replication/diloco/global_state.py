@@ -298,7 +298,9 @@ class GlobalState:
             pairs = zip(self.fragments, state_dict["fragments"], strict=True)
             fragments = []
             for fragment, whole in pairs:
-                own = cut(fragment, whole)
+                own = {**whole}
+                if fragment.is_shared:
+                    own = _each_tensor(fragment, whole, fragment.part_of)
                 if has_other_outer:  # keeps its own learning rate, momentum, ...
                     numbers = own["optimizer"]["state"]
                     own["optimizer"] = fragment.optimizer.state_dict() | {"state": numbers}
@@ -381,29 +383,12 @@ def _copy(
             own.copy_(momentum)
 
 
-def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of what ``whole_state_dict`` has of a fragment, on any number of ranks.
-
-    Raises:
-        ValueError: A tensor is missing or has another shape or dtype.
-    """
-    if not globals_.is_shared:
-        return {**state}
-    whole = {name: torch.empty(shape, device="meta") for name, shape in globals_.shapes.items()}
-    _check(state, whole | globals_.copied.values)
-    index = list(globals_.theta).index
-
-    def own_part(name: str, tensor: Tensor) -> Tensor:
-        return globals_.theta_division.part_of(index(name), tensor)
-
-    return _each_tensor(globals_, state, own_part)
-
-
 def _each_tensor(
     globals_: GlobalParameters,
     state: dict[str, Any],
     change: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Any]:
+    """Gather each tensor that the ranks share, or take this rank's part of each."""
     names = list(globals_.theta)
     theta = {name: change(name, state["theta"][name]) for name in names}
     changed = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -129,10 +129,7 @@ class QuantizedMean(WeightedMean):
         own = whole[self.division.place]
         self.residual[: own.numel()] = own  # what pads it is zeros
 
-    def forget_residual(self, tensors: Collection[int] | None = None) -> None:
-        if tensors is None:
-            self.residual.zero_()
-            return
+    def forget_residual(self, tensors: Iterable[int]) -> None:
         sizes = self.division.sizes
         parts = self.residual[: sum(sizes)].split(sizes)
         for index in tensors:

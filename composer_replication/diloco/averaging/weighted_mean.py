@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -283,8 +283,8 @@ class WeightedMean:
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         """Load what ``gather_residual`` returned, as 1-D tensors, on any number of ranks."""
 
-    def forget_residual(self, tensors: Collection[int] | None = None) -> None:
-        """Reset the residual to zero: all of it, or of some tensors by index."""
+    def forget_residual(self, tensors: Iterable[int]) -> None:
+        """Reset the residual of these tensors, by index, to zero."""
 
     def touch_memory(self) -> None:
         """Write to the memory of the messages, so that the first ``pack`` has no page faults."""
