@@ -51,7 +51,9 @@ class Chunk(NamedTuple):
         for index, elements, view in zip(self.indices, self.parts, slices, strict=True):
             part = _part_of(tensors[index], elements)
             parts.append(part)
-            views.append(view.view(part.shape) if part.dim() > 1 else view)
+            if part.dim() > 1:
+                view = view.view(part.shape)
+            views.append(view)
         return views, parts
 
     def read(self, tensors: Sequence[Tensor], into: Tensor) -> None:
@@ -124,7 +126,6 @@ class Layout:
         device: Where the model is.
         chunks: All elements, in order. In a chunk all tensors are parameters, or all are buffers;
             they have one dtype, and as many ranks hold them.
-        chunk: Returns the chunk from one element to another, without the padding behind all.
     """
 
     def __init__(
@@ -141,11 +142,13 @@ class Layout:
         self._kinds = []
         self._rows = []
         for index, tensor in enumerate(tensors):
+            copies = division.copies[index]
             is_parameter = index < self.num_parameters
-            self._kinds.append((tensor.dtype, division.copies[index], is_parameter))
-            row = math.prod(tensor.shape[1:]) if division.num_shares == 1 else 1
+            self._kinds.append((tensor.dtype, copies, is_parameter))
+            row = 1
+            if division.num_shares == 1:
+                row = math.prod(tensor.shape[1:])
             self._rows.append(row)
-        self.chunk = functools.cache(self._chunk)
         self.chunks = self._cut(_limit(tensors, needs_scratch))
 
     @property
@@ -165,7 +168,7 @@ class Layout:
             while start < end:
                 stop = start + limit
                 stop = self._end_of(start, stop) if stop < end else end
-                chunks.append(self._chunk(start, stop))
+                chunks.append(self.chunk(start, stop))
                 start = stop
         return chunks
 
@@ -173,17 +176,21 @@ class Layout:
         """Move the end of a chunk to that of a row: a scattered tensor has views of rows alone."""
         index = bisect_right(self._firsts, stop) - 1
         row = self._rows[index]
-        end = stop - (stop - self._firsts[index]) % row
+        begun = (stop - self._firsts[index]) % row
+        end = stop - begun
         return end if end > start else end + row
 
-    def _chunk(self, start: int, stop: int) -> Chunk:
+    def chunk(self, start: int, stop: int) -> Chunk:
+        """The chunk from one element to another, without the padding behind all."""
         stop = min(stop, self.num_elements)
         chunk = Chunk(slice(start, stop), [], [], [])
         first = bisect_right(self._firsts, start) - 1
-        for index in range(first, bisect_left(self._firsts, stop)):
+        after_last = bisect_left(self._firsts, stop)
+        for index in range(first, after_last):
             own = self.division.parts[index]
-            begin = own.start + max(0, start - self._firsts[index])
-            end = min(own.stop, own.start + stop - self._firsts[index])
+            offset = own.start - self._firsts[index]
+            begin = max(own.start, start + offset)
+            end = min(own.stop, stop + offset)
             if begin == end:
                 continue
             chunk.sizes.append(end - begin)
@@ -230,8 +237,10 @@ class Squares:
         self._indices += indices
         if parts and parts[0].device.type != "cpu":
             self._found += _foreach_norm(parts)
-        else:
-            self._found += (torch.dot(part, part) for part in parts)  # in half the time of a norm
+            return
+        for part in parts:
+            square = torch.dot(part, part)  # in half the time of a norm
+            self._found.append(square)
 
     @functools.cached_property
     def by_tensor(self) -> Tensor:
@@ -242,7 +251,8 @@ class Squares:
             here = found.to("cpu", torch.float64)
             if found.device.type != "cpu":  # there ``add`` has taken norms
                 here = here.square_()
-            total.index_add_(0, torch.tensor(self._indices), here)
+            indices = torch.tensor(self._indices)
+            total.index_add_(0, indices, here)
         return total
 
 
