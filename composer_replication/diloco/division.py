@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -132,10 +133,12 @@ class Division:
         # Shards are one share: each rank has another one, and all of it.
         self.num_shares = 1 if are_held else self.num_ranks
         unit = self.ALIGNMENT if self.num_shares > 1 else 1
-        self.share = -(-self._firsts[-1] // (self.num_shares * unit)) * unit
+        units = math.ceil(self._firsts[-1] / (self.num_shares * unit))
+        self.share = units * unit
         self.padded = self.share * self.num_shares
         number = 0 if are_held else self._rank
-        self.place = slice(number * self.share, (number + 1) * self.share)
+        start = number * self.share
+        self.place = slice(start, start + self.share)
         self.parts = [self._part(index, number) for index in range(len(tensors))]
         self.sizes = [part.stop - part.start for part in self.parts]
 
@@ -148,7 +151,11 @@ class Division:
         end = max(0, min(size, end))
         return slice(begin, end)
 
-    def part_of(self, index: int, tensor: Tensor) -> Tensor:
+    def part_of(
+        self,
+        index: int,
+        tensor: Tensor,
+    ) -> Tensor:
         """This rank's part of one tensor, 1-D: a view, or a copy if the tensor is scattered."""
         return tensor.reshape(-1)[self.parts[index]]
 
@@ -170,9 +177,14 @@ class Division:
             return
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
-            values = flat.view(torch.uint8).to(self._device)
-            torch.distributed.broadcast(values, group=self._ranks, group_src=0)
-            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+            message = flat.view(torch.uint8).to(self._device)
+            torch.distributed.broadcast(
+                message,
+                group=self._ranks,
+                group_src=0,
+            )
+            values = message.view(tensor.dtype)
+            tensor.copy_(values.view(tensor.shape))
 
     def gather(self, flat: Tensor) -> None:
         """Fill in the shares of the other ranks."""
@@ -182,7 +194,11 @@ class Division:
         for bucket in shares.split(self.bucket, dim=1):
             own = bucket[self._rank].to(self._device, copy=True)
             gathered = own.new_empty(bucket.numel())
-            torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
+            torch.distributed.all_gather_into_tensor(
+                gathered,
+                own,
+                group=self._ranks,
+            )
             bucket.copy_(gathered.view(bucket.shape))
 
     def gathered(self, own: Tensor) -> Tensor:
@@ -194,7 +210,11 @@ class Division:
         self.gather(flat)
         return flat[: self._firsts[-1]]
 
-    def whole(self, index: int, own: Tensor) -> Tensor:
+    def whole(
+        self,
+        index: int,
+        own: Tensor,
+    ) -> Tensor:
         """Gather all shares of one tensor, 1-D, given this rank's.
 
         Raises:
@@ -227,5 +247,10 @@ class Division:
         if not self.are_held:
             return own
         digests = [own] * self.num_ranks
-        torch.distributed.all_gather_object(digests, own, group=self._ranks)
-        return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
+        torch.distributed.all_gather_object(
+            digests,
+            own,
+            group=self._ranks,
+        )
+        content = bytes.fromhex("".join(digests))
+        return hashlib.sha256(content).hexdigest()

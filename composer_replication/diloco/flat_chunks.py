@@ -56,7 +56,11 @@ class Chunk(NamedTuple):
             views.append(view)
         return views, parts
 
-    def read(self, tensors: Sequence[Tensor], into: Tensor) -> None:
+    def read(
+        self,
+        tensors: Sequence[Tensor],
+        into: Tensor,
+    ) -> None:
         """Copy the chunk of the model's tensors.
 
         Args:
@@ -139,17 +143,7 @@ class Layout:
         self.device = tensors[0].device
         self.num_parameters = len(tensors) if num_parameters is None else num_parameters
         self._firsts = [*itertools.accumulate(division.sizes, initial=0)]
-        self._kinds = []
-        self._rows = []
-        for index, tensor in enumerate(tensors):
-            copies = division.copies[index]
-            is_parameter = index < self.num_parameters
-            self._kinds.append((tensor.dtype, copies, is_parameter))
-            row = 1
-            if division.num_shares == 1:
-                row = math.prod(tensor.shape[1:])
-            self._rows.append(row)
-        self.chunks = self._cut(_limit(tensors, needs_scratch))
+        self.chunks = self._cut(tensors, _limit(tensors, needs_scratch))
 
     @property
     def num_elements(self) -> int:
@@ -158,24 +152,35 @@ class Layout:
 
     # ---- chunks ----------------------------------------------------------------------------------
 
-    def _cut(self, limit: int) -> list[Chunk]:
+    def _cut(self, tensors: Sequence[Tensor], limit: int) -> list[Chunk]:
+        def kind(index: int) -> tuple[torch.dtype, int, bool]:
+            is_parameter = index < self.num_parameters
+            return tensors[index].dtype, self.division.copies[index], is_parameter
+
         chunks = []
         indices = [index for index, size in enumerate(self.division.sizes) if size]
-        for _, group in itertools.groupby(indices, self._kinds.__getitem__):
+        for _, group in itertools.groupby(indices, kind):
             members = [*group]
             start = self._firsts[members[0]]
             end = self._firsts[members[-1] + 1]
             while start < end:
                 stop = start + limit
-                stop = self._end_of(start, stop) if stop < end else end
+                stop = self._end_of(tensors, start, stop) if stop < end else end
                 chunks.append(self.chunk(start, stop))
                 start = stop
         return chunks
 
-    def _end_of(self, start: int, stop: int) -> int:
+    def _end_of(
+        self,
+        tensors: Sequence[Tensor],
+        start: int,
+        stop: int,
+    ) -> int:
         """Move the end of a chunk to that of a row: a scattered tensor has views of rows alone."""
+        if self.division.num_shares > 1:  # shares are only read
+            return stop
         index = bisect_right(self._firsts, stop) - 1
-        row = self._rows[index]
+        row = math.prod(tensors[index].shape[1:])
         begun = (stop - self._firsts[index]) % row
         end = stop - begun
         return end if end > start else end + row

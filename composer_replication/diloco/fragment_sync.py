@@ -178,7 +178,8 @@ class FragmentSync:
         self.phase = Phase.FAILED  # until it is sent
         self.is_joining = is_joining
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
-        self.globals.level_buffers()
+        tensors = [*self.globals.live.values()]
+        self.globals.division.level(tensors[self.globals.num_parameters :])
         packed = self._to_pack()
         self.packed = packed
         local = packed.local or self.globals.local()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.copied_buffers import CopiedBuffers
+from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
 from composer_replication.diloco.division import Division, held_tensor
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
@@ -40,8 +40,8 @@ class GlobalParameters:
 
     Args:
         tensors: The fragment's parameters in the model, of any floating dtype but float64, on any
-            device, and the buffers that are synchronised with them. Of these, those that have a
-            mean are averaged, the others are the first group's (``copied``).
+            device, and after them the buffers that are synchronised with them. Of these, those that
+            have a mean are averaged, the others are the first group's (``copied``).
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state rest between syncs. None: on the model's
             device.
@@ -68,32 +68,44 @@ class GlobalParameters:
         backup_device: torch.device | str | None = None,
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
-        parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
-        buffers = {name: t for name, t in tensors.items() if name not in parameters}
-        self.copied = CopiedBuffers(buffers)
-        self.averaged = parameters | self.copied.averaged
-        self.num_parameters = len(parameters)
-        self.averaged_buffers = range(len(parameters), len(self.averaged))
-        held = [held_tensor(tensor) for tensor in self.averaged.values()]
-        self.shapes = {name: t.shape for name, t in zip(self.averaged, held, strict=True)}
+        self.averaged: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            kind = self.averaged if has_mean(tensor) else copied
+            kind[name] = tensor
+        count = sum(isinstance(tensor, nn.Parameter) for tensor in tensors.values())
+        self.num_parameters = count
+        self.averaged_buffers = range(count, len(self.averaged))
+        held = [*map(held_tensor, self.averaged.values())]
+        self.copied = CopiedBuffers(copied, held[count:])
+        self.shapes = [tensor.shape for tensor in held]
         self.device = held[0].device
         resting = torch.device(backup_device or self.device)
         rests_elsewhere = resting.type != self.device.type
         self.division = division_of(self.averaged.values())
         self.theta_division = self.division
-        self.layout = Layout(self.division, held, len(parameters), rests_elsewhere)
+        self.layout = Layout(
+            self.division,
+            held,
+            count,
+            rests_elsewhere,
+        )
         self._whole_layout = self.layout
         if self.division.num_shares > 1:
             alone = Division(held)
-            self._whole_layout = Layout(alone, held, len(parameters), True)
-            like = [nn.Parameter(torch.empty_like(t, device="meta")) for t in parameters.values()]
+            self._whole_layout = Layout(alone, held, count, True)
+            like = [nn.Parameter(tensor.to("meta")) for tensor in held[:count]]
             # One that reads whole tensors, such as LAMB, would take other steps on shares.
             if not is_plain_sgd(outer_optimizer(like)):
                 self.theta_division = alone
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
         # Pinned, copies run beside the accelerator's kernels; torch takes the next power of two.
         size = sum(self.theta_division.sizes)
-        self.flat = torch.zeros(size, device=resting, pin_memory=rests_elsewhere)
+        self.flat = torch.zeros(
+            size,
+            device=resting,
+            pin_memory=rests_elsewhere,
+        )
         self.theta: dict[str, nn.Parameter] = {}
         views = self.views(self.flat)
         for index, name in enumerate(self.averaged):
@@ -103,16 +115,22 @@ class GlobalParameters:
             self.theta[name] = nn.Parameter(view)
         self._step_norms = StepNorms()
         """This rank's part of the norms in the last outer step."""
-        owned = [self.theta[name] for name in parameters]
+        owned = [*self.theta.values()][:count]
         self.optimizer = outer_optimizer(owned)
         _check_is_over(self.optimizer, owned)
-        if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
-            self._keep_momentum()  # now: what does not fit into memory is to fail at the start
+        if is_plain_sgd(self.optimizer):
+            (group,) = self.optimizer.param_groups
+            if group["momentum"]:
+                self._keep_momentum()  # now: what does not fit into memory is to fail at the start
 
     # ---- the outer step --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_outer_step(self, mean: WeightedMean, alpha: float = 0.0) -> None:
+    def take_outer_step(
+        self,
+        mean: WeightedMean,
+        alpha: float = 0.0,
+    ) -> None:
         """Move the global parameters by the mean pseudo-gradient, and write them into the model.
 
         Buffers become the mean of the local ones: global minus the mean of (global minus local). A
@@ -135,7 +153,11 @@ class GlobalParameters:
             self.division.gather(mean.flat)
             self._write(mean.flat, alpha)
 
-    def _descend(self, mean: WeightedMean, alpha: float) -> None:
+    def _descend(
+        self,
+        mean: WeightedMean,
+        alpha: float,
+    ) -> None:
         """Take the outer step of torch's SGD in chunks, and write back each that is whole."""
         sums = mean.sums
         squares = mean.squares()  # before the step overwrites the sums
@@ -161,14 +183,21 @@ class GlobalParameters:
                 take_sgd_step(group, divisor, theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
-                of_momentum.add([momentum], [first])  # as many ranks hold all of the chunk
+                # Both norms while it is in cache. As many ranks hold all of the chunk.
+                of_momentum.add([momentum], [first])
                 take_sgd_step(group, divisor, theta, part, momentum)
                 of_momentum.add([momentum], [count + first])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
-                chunk.write(theta, local, alpha, unmixed, scratch=part)
+                chunk.write(
+                    theta,
+                    local,
+                    alpha,
+                    unmixed,
+                    scratch=part,
+                )
         self._await_rest()
         before, after = of_momentum.by_tensor.view(2, -1)
         of_mean = squares / mean.divisor**2
@@ -185,14 +214,16 @@ class GlobalParameters:
         deltas = self.unpack(mean)
         squares = Squares(len(self.theta))
         parts = deltas.split(self.theta_division.sizes)
-        squares.add(parts, [*range(len(parts))])
+        indices = [*range(len(parts))]
+        squares.add(parts, indices)
         unmoved = self._unmoved(squares.by_tensor, deltas)
         parameters = [*self.theta.values()]
-        deltas = self.views(deltas.to(self.flat.device))
+        resting = deltas.to(self.flat.device)
+        views = self.views(resting)
         for index in range(self.num_parameters):
-            parameters[index].grad = deltas[index]
+            parameters[index].grad = views[index]
         for index in self.averaged_buffers:
-            parameters[index].sub_(deltas[index])
+            parameters[index].sub_(views[index])
         for index in unmoved:  # it would be moved by weight decay, or by old momentum
             parameters[index].grad = None
             self.optimizer.state.pop(parameters[index], None)
@@ -200,9 +231,11 @@ class GlobalParameters:
         self.optimizer.zero_grad()
         of_momentum = Squares(len(parameters))
         for index, theta in enumerate(parameters):
-            momentum = self.optimizer.state.get(theta, {}).get("momentum_buffer")
+            state = self.optimizer.state.get(theta, {})
+            momentum = state.get("momentum_buffer")
             if momentum is not None:
-                of_momentum.add([momentum.view(-1)], [index])
+                flat = momentum.view(-1)
+                of_momentum.add([flat], [index])
         of_mean = squares.by_tensor
         self._step_norms = StepNorms(
             mean=self._norm(of_mean),
@@ -210,32 +243,52 @@ class GlobalParameters:
             momentum=self._norm(of_momentum.by_tensor),
         )
 
-    def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
+    def _unmoved(
+        self,
+        squares: Tensor,
+        sums: Tensor,
+    ) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
         has_moved = squares.bool().double()
         parts = sums.split(self.theta_division.sizes)
-        zeros = has_moved.logical_not().nonzero().flatten()
-        for index in zeros.tolist():
-            has_moved[index] = float(parts[index].any())  # fp32 has no squares of 1e-30
-        ranks = self.theta_division.sum(has_moved).tolist()
-        return [index for index in range(self.num_parameters) if not ranks[index]]
+        zeros = has_moved.logical_not().nonzero()
+        for index in zeros.flatten().tolist():
+            is_moved = parts[index].any()  # fp32 has no squares of 1e-30
+            has_moved[index] = float(is_moved)
+        ranks = self.theta_division.sum(has_moved)
+        unmoved = ranks[: self.num_parameters].logical_not().nonzero()
+        return unmoved.flatten().tolist()
 
     def _norm(self, squares: Tensor) -> float:
         """This rank's part of a norm: other ranks may hold the same tensors."""
-        copies = self.theta_division.copies[: len(squares)]
-        return math.sqrt((squares / torch.tensor(copies)).sum())
+        copies = torch.tensor(self.theta_division.copies)
+        own = squares / copies[: len(squares)]
+        return math.sqrt(own.sum())
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
+        found = []
         parameters = islice(self.averaged.values(), self.num_parameters)
-        return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
+        for index, tensor in enumerate(parameters):
+            if not tensor.requires_grad:
+                found.append(index)
+        return found
 
     # Global parameters that rest in host memory are computed with on the model's device.
 
-    def _lent(self, flat: Tensor, place: slice) -> Tensor:
+    def _lent(
+        self,
+        flat: Tensor,
+        place: slice,
+    ) -> Tensor:
         return flat[place].to(self.device, non_blocking=True)
 
-    def _give_back(self, lent: Tensor, flat: Tensor, place: slice) -> None:
+    def _give_back(
+        self,
+        lent: Tensor,
+        flat: Tensor,
+        place: slice,
+    ) -> None:
         if lent.device != flat.device:
             flat[place].copy_(lent, non_blocking=True)
 
@@ -264,7 +317,7 @@ class GlobalParameters:
             weight: This group's contribution.
         """
         own = self.flat
-        if self.division is not self.theta_division:  # theta has all, and the message a share
+        if not self.is_shared:  # theta has all, and the message may be a share
             own = own[self.division.place]
 
         def write(chunk: Chunk, values: Tensor) -> None:
@@ -275,7 +328,8 @@ class GlobalParameters:
                 # A pass over memory less than where they are gathered first.
                 of_theta = theta.split(chunk.sizes)
                 for own_part, part, view in zip(of_theta, parts, views, strict=True):
-                    pseudo_gradient(own_part.view(view.shape), part, view)
+                    shaped = own_part.view(view.shape)
+                    pseudo_gradient(shaped, part, view)
             else:
                 chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
@@ -285,7 +339,6 @@ class GlobalParameters:
 
         mean.pack(write, weight)
 
-    @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
         """Set ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
 
@@ -295,7 +348,11 @@ class GlobalParameters:
         self._write(flat, alpha)
         self.copied.write_back()
 
-    def _write(self, flat: Tensor, alpha: float) -> None:
+    def _write(
+        self,
+        flat: Tensor,
+        alpha: float,
+    ) -> None:
         """Write all tensors, in the order of ``theta``, into the model."""
         local = self.local()
         unmixed = self._unmixed(alpha)
@@ -314,12 +371,11 @@ class GlobalParameters:
     def unpack(self, mean: WeightedMean) -> Tensor:
         """Return a mean like ``flat``, in its own memory. Call it once, on all ranks."""
         own = mean.unpack()
-        if self.theta_division is self.division:
+        if self.is_shared:
             return own
         self.division.gather(mean.flat)
         return mean.flat[: self.flat.numel()]
 
-    @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
         local = self.local()
@@ -350,7 +406,7 @@ class GlobalParameters:
 
     def local(self) -> list[Tensor]:
         """What this rank holds of the local parameters and buffers; not copies."""
-        return [held_tensor(tensor) for tensor in self.live.values()]
+        return [*map(held_tensor, self.live.values())]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
@@ -361,10 +417,14 @@ class GlobalParameters:
     def whole_views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor in a buffer that has all of them, in its shape."""
         parts = flat.split(self.division.whole_sizes)
-        pairs = zip(parts, self.shapes.values(), strict=True)
-        return [part.view(shape) for part, shape in pairs]
+        views = map(Tensor.view, parts, self.shapes)
+        return [*views]
 
-    def whole(self, name: str, part: Tensor | None = None) -> Tensor:
+    def whole(
+        self,
+        name: str,
+        part: Tensor | None = None,
+    ) -> Tensor:
         """Return all of a global tensor. If ranks share it, this gathers it: a collective.
 
         Args:
@@ -376,10 +436,15 @@ class GlobalParameters:
         own = self.theta[name].detach() if part is None else part
         if not self.is_shared:
             return own
-        whole = self.theta_division.whole(self._index(name), own)
-        return whole.view(self.shapes[name])
+        index = self._index(name)
+        whole = self.theta_division.whole(index, own)
+        return whole.view(self.shapes[index])
 
-    def part_of(self, name: str, whole: Tensor) -> Tensor:
+    def part_of(
+        self,
+        name: str,
+        whole: Tensor,
+    ) -> Tensor:
         """This rank's part of a tensor of the shape of a global one, 1-D."""
         return self.theta_division.part_of(self._index(name), whole)
 
@@ -408,9 +473,12 @@ class GlobalParameters:
         for row, tensors in zip(odd, (theta, local), strict=True):
             if tensors:
                 finite = [tensors[index].isfinite().all() for index in buffers]
-                row += torch.stack(finite).logical_not().cpu()
+                is_odd = torch.stack(finite).logical_not()
+                row.copy_(is_odd)
         globally, locally = self.division.sum(odd).tolist()
-        return set(compress(buffers, globally)), set(compress(buffers, locally))
+        odd_globally = set(compress(buffers, globally))
+        odd_here = set(compress(buffers, locally))
+        return odd_globally, odd_here
 
     @torch.no_grad()
     def take_buffers(self, averaged: Iterable[int]) -> None:
@@ -427,14 +495,11 @@ class GlobalParameters:
             own = self.theta_division.part_of(index, buffer)
             theta.copy_(own.view(theta.shape))
 
-    def level_buffers(self) -> None:
-        """Give all ranks of the group the same buffers."""
-        self.division.level([*self.live.values()][self.num_parameters :])
-
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
-        totals = self.division.sum(torch.tensor(values, dtype=torch.float64))
-        return (totals / self.division.num_ranks).tolist()
+        own = torch.tensor(values, dtype=torch.float64)
+        means = self.division.sum(own) / self.division.num_ranks
+        return means.tolist()
 
     # ---- the outer optimizer's state -------------------------------------------------------------
 
@@ -447,16 +512,22 @@ class GlobalParameters:
     def momenta(self) -> list[Tensor]:
         """The momentum of each tensor: views of one buffer, like ``theta``. Other optimizers than
         SGD have none."""
-        is_sgd = isinstance(self.optimizer, torch.optim.SGD)
-        return self.views(self.momentum) if is_sgd else []
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return []
+        return self.views(self.momentum)
 
     def _keep_momentum(self) -> None:
         """Have the optimizer hold the views of one buffer as its momentum."""
-        pairs = zip(self.theta.values(), self.momenta, strict=True)
-        for theta, own in islice(pairs, self.num_parameters):
-            self.optimizer.state[theta]["momentum_buffer"] = own
+        momenta = self.momenta
+        for index, theta in enumerate(self.theta.values()):
+            if index < self.num_parameters:
+                self.optimizer.state[theta]["momentum_buffer"] = momenta[index]
 
-    def move_to(self, flat: Tensor, momentum: Tensor) -> None:
+    def move_to(
+        self,
+        flat: Tensor,
+        momentum: Tensor,
+    ) -> None:
         """Continue in other memory, with the numbers that are in it.
 
         Args:
@@ -481,12 +552,19 @@ class GlobalParameters:
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
-                if momenta and key == "momentum_buffer" and value is not None:
+                if not isinstance(value, Tensor):
+                    continue
+                if momenta and key == "momentum_buffer":
                     state[key] = momenta[index]
-                elif isinstance(value, Tensor):
+                else:
                     state[key] = value.clone()
 
-    def follow(self, lr: float, momentum: float, nesterov: bool) -> None:
+    def follow(
+        self,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
         """Take the next outer steps with these numbers, as a row of the schedule says.
 
         The momentum buffers stay. Momentum 0 drops them: no outer step would change them until
@@ -507,7 +585,7 @@ class GlobalParameters:
         *own, decay = self._step_norms
         squares = torch.tensor(own, dtype=torch.float64).square()
         norms = self.theta_division.sum(squares).sqrt()
-        return StepNorms._make([*norms.tolist(), decay])
+        return StepNorms(*norms.tolist(), decay=decay)
 
 
 def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:

@@ -110,7 +110,8 @@ class GlobalState:
             every: See ``digest_is_due``. They are also compared after a heal and after a resume.
         """
         if self.digest_is_due(every) or self.compare_next or self.was_healed:
-            return tuple(map(as_number, self.fragment_digests()))
+            digests = self.fragment_digests()
+            return tuple(map(as_number, digests))
         return (0,) * len(self.fragments)
 
     def was_compared(self) -> None:
@@ -233,7 +234,8 @@ class GlobalState:
         before = self.fragments[0].optimizer.param_groups[0]
         step = self.outer_step + 1
         lr, momentum, nesterov = self.settings.outer_numbers_at(step)
-        if (lr, momentum) != (before["lr"], before["momentum"]):
+        has_changed = lr != before["lr"] or momentum != before["momentum"]
+        if has_changed:
             log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, lr, momentum)
         for fragment in self.fragments:
             fragment.follow(lr, momentum, nesterov)
@@ -262,7 +264,11 @@ class GlobalState:
         """Drop what ``stage`` has prepared, and free its memory."""
         self._staged = None
 
-    def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
+    def take_over(
+        self,
+        state_dict: dict[str, Any],
+        whose: str,
+    ) -> None:
         """Load what ``state_dict`` returned in another group.
 
         Raises:
@@ -310,9 +316,18 @@ class GlobalState:
             # digests.
             self.compare_next = True
 
-    def _load(self, state_dict: dict[str, Any], copied: Sequence[Numbers] = ()) -> None:
+    def _load(
+        self,
+        state_dict: dict[str, Any],
+        copied: Sequence[Numbers] = (),
+    ) -> None:
         copied = copied or [None] * len(self.fragments)
-        parts = zip(self.fragments, state_dict["fragments"], copied, strict=True)
+        parts = zip(
+            self.fragments,
+            state_dict["fragments"],
+            copied,
+            strict=True,
+        )
         for fragment, saved, numbers in parts:
             load_outer_state(fragment, saved, numbers)
         self.outer_step = state_dict["outer_step"]
@@ -336,7 +351,12 @@ def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Number
     is_pinned = globals_.flat.is_pinned()
     flat = torch.empty_like(globals_.flat, pin_memory=is_pinned)
     momentum = torch.empty_like(globals_.flat, pin_memory=is_pinned)
-    _copy(state, globals_, globals_.views(flat), globals_.views(momentum))
+    _copy(
+        state,
+        globals_,
+        globals_.views(flat),
+        globals_.views(momentum),
+    )
     return flat, momentum
 
 
@@ -349,7 +369,7 @@ def load_outer_state(
 
     Args:
         globals_: The global parameters of the same fragment.
-        state: It.
+        state: What it had.
         copied: What ``copy_numbers`` has made of it. The fragment continues in its memory.
 
     Raises:
@@ -357,7 +377,12 @@ def load_outer_state(
     """
     _check(state, globals_.tensors)
     if copied is None:
-        _copy(state, globals_, globals_.theta.values(), globals_.momenta)
+        _copy(
+            state,
+            globals_,
+            globals_.theta.values(),
+            globals_.momenta,
+        )
     else:
         globals_.move_to(*copied)
     for name, value in globals_.copied.values.items():
@@ -420,7 +445,8 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         here = tensors[name].detach().cpu()
         flat = here.contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        content = flat.view(torch.uint8).numpy()
+        digest.update(content.data)
     return digest.hexdigest()
 
 

@@ -59,10 +59,12 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     loop.round_length.load_state_dict(saved["round_length"])
     loop.usual_pace.load_state_dict(saved["usual_pace"])
     residual = saved["residual"]
-    for fragment, counted in zip(loop.fragments, saved["since_sync"], strict=True):
+    pairs = zip(loop.fragments, saved["since_sync"], strict=True)
+    for fragment, counted in pairs:
         fragment.unsynced = Steps(*counted)
         if residual:
-            parts = [residual[name].reshape(-1) for name in fragment.globals.theta]
+            names = fragment.globals.theta
+            parts = [residual[name].reshape(-1) for name in names]
             fragment.mean.load_residual(parts)
     state.ledger.load_local_state(saved["reading"])
 
@@ -74,11 +76,14 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """
     if fragment is None:
         return None
-    packed = fragment.packed if fragment.phase is Phase.SENT else fragment.unsent
+    packed = fragment.unsent
+    if fragment.phase is Phase.SENT:
+        packed = fragment.packed
     if packed is None or packed.local is None:
         return None
-    local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
-    return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
+    names = fragment.globals.tensors
+    local = dict(zip(names, packed.local, strict=True))
+    return {**vars(packed), "fragment": fragment.fragment_id, "local": local}
 
 
 def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
@@ -96,7 +101,8 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
     if saved is not None:
         packed = dict(saved)
         fragment = loop.fragments[packed.pop("fragment")]
-        packed["local"] = [saved["local"][name] for name in fragment.globals.tensors]
+        local = saved["local"]
+        packed["local"] = [local[name] for name in fragment.globals.tensors]
         fragment.restore(Packed(**packed))
     loop.set_torchft_step()
     return saved is not None

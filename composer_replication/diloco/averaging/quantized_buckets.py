@@ -116,7 +116,11 @@ class QuantizedBucket:
             return manager.all_to_all(received, sent)
         return manager.all_gather(received, sent)
 
-    def start_second(self, manager: DiLoCoManager, weights: Sequence[float]) -> Any:
+    def start_second(
+        self,
+        manager: DiLoCoManager,
+        weights: Sequence[float],
+    ) -> Any:
         """Average this group's part and start the second message, once the first has arrived.
 
         Args:
@@ -205,25 +209,42 @@ class QuantizedBucket:
                 mean = self._decode(self._means[index], frame, scratch)
                 own.copy_(mean[: own.numel()])
 
-    def _average(self, parts: Sequence[Tensor], into: Tensor) -> None:
+    def _average(
+        self,
+        parts: Sequence[Tensor],
+        into: Tensor,
+    ) -> None:
         """Write the weighted mean of what the groups have sent; zeros if none has a weight."""
         into.zero_()
         for weight, part in zip(self.weights, parts, strict=True):
             if weight:  # 0 * nan is nan
                 into.add_(part, alpha=weight / self._total)
 
-    def _keep_error(self, values: Tensor, sent: Tensor, into: Tensor) -> None:
+    def _keep_error(
+        self,
+        values: Tensor,
+        sent: Tensor,
+        into: Tensor,
+    ) -> None:
         """Write what rounding has taken from the sum: this group's values minus what it sent."""
         torch.sub(values, sent[: values.numel()], out=into)
         weight = self.weights[self._rank]
         if weight != 1.0:
             into.mul_(weight)
 
-    def _part(self, values: Tensor, index: int) -> Tensor:
+    def _part(
+        self,
+        values: Tensor,
+        index: int,
+    ) -> Tensor:
         start = index * self._size
         return values[start : start + self._size]
 
-    def _encode(self, part: Tensor, into: Tensor) -> None:
+    def _encode(
+        self,
+        part: Tensor,
+        into: Tensor,
+    ) -> None:
         """Encode a part of the values. The last parts may be shorter and are padded with zeros."""
         for frame in self._frames:
             values = part[frame.elements]
@@ -232,7 +253,12 @@ class QuantizedBucket:
                 values = torch.nn.functional.pad(values, (0, missing))
             self._format.encode(values, into[frame.encoded])
 
-    def _decode(self, encoded: Tensor, frame: Frame, into: Tensor) -> Tensor:
+    def _decode(
+        self,
+        encoded: Tensor,
+        frame: Frame,
+        into: Tensor,
+    ) -> Tensor:
         """Decode a frame of an encoded part, or of rows of them."""
         decoded = into[..., : frame.size]
         self._format.decode(encoded[..., frame.encoded], decoded)

@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -62,7 +61,11 @@ class QuantizedMean(WeightedMean):
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
-    def __init__(self, layout: Layout, wire_format: str) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        wire_format: str,
+    ) -> None:
         super().__init__(layout)
         self._format = make_wire_format(wire_format)
         self._message_memory = FlatMemory(self.device)
@@ -74,7 +77,12 @@ class QuantizedMean(WeightedMean):
     half of the norm each time."""
     _is_weighted = False
 
-    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
+    def _prepare(
+        self,
+        place: slice,
+        values: Tensor,
+        contribution: float,
+    ) -> None:
         # Error feedback: what rounding has taken from earlier sums is sent now. It adds as much to
         # this sum, whatever this group weighed then and weighs now.
         if contribution:
@@ -85,13 +93,24 @@ class QuantizedMean(WeightedMean):
         rank = manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
         own = self.flat[self.division.place]
-        several = -(-own.numel() // (LEAST_MESSAGES * PART)) * PART
-        parts = own.split(min(self.division.bucket, several))
-        buckets = [QuantizedBucket(part, groups, rank, self._format) for part in parts]
-        self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        memory_bytes = sum(bucket.memory_bytes for bucket in buckets)
+        parts_each = math.ceil(own.numel() / (LEAST_MESSAGES * PART))
+        size = min(self.division.bucket, parts_each * PART)
+        parts = own.split(size)
+        buckets = []
+        self.num_bytes = 0
+        memory_bytes = 0
+        for part in parts:
+            bucket = QuantizedBucket(part, groups, rank, self._format)
+            buckets.append(bucket)
+            self.num_bytes += bucket.num_bytes
+            memory_bytes += bucket.memory_bytes
         memory = self._message_memory.take(memory_bytes // 4)
-        self._exchange = Exchange(manager, buckets, self.contribution, memory)
+        self._exchange = Exchange(
+            manager,
+            buckets,
+            self.contribution,
+            memory,
+        )
         return [self._exchange]
 
     def _arrived(self) -> tuple[float, float]:
@@ -107,7 +126,8 @@ class QuantizedMean(WeightedMean):
         self.divisor = 1.0
         if self._exchange.total:
             buckets = self._exchange.buckets
-            errors = self.residual.split([bucket.values.numel() for bucket in buckets])
+            sizes = [bucket.values.numel() for bucket in buckets]
+            errors = self.residual.split(sizes)
             for bucket, error in zip(buckets, errors, strict=True):
                 bucket.finish(error if self.contribution else None)
         return self._exchange.total
@@ -125,7 +145,8 @@ class QuantizedMean(WeightedMean):
         return self.division.gathered(self.residual)
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
-        whole = torch.cat([tensor.to(self.device) for tensor in tensors])
+        here = [tensor.to(self.device) for tensor in tensors]
+        whole = torch.cat(here)
         own = whole[self.division.place]
         self.residual[: own.numel()] = own  # what pads it is zeros
 
@@ -166,17 +187,20 @@ class Exchange:
         """The sum of all contributions; not a number if not all buckets have the same ones."""
         self.norm = math.nan
         """A norm of which the mean is no longer, without this group's own part."""
+        works = []
+        sizes = [bucket.memory_bytes for bucket in buckets]
+        parts = memory.view(torch.uint8).split(sizes)
         with torch.no_grad():
-            sizes = [bucket.memory_bytes for bucket in buckets]
-            parts = memory.view(torch.uint8).split(sizes)
-            works = [
-                bucket.start_first(manager, contribution, part)
-                for bucket, part in zip(buckets, parts, strict=True)
-            ]
+            for bucket, part in zip(buckets, parts, strict=True):
+                work = bucket.start_first(manager, contribution, part)
+                works.append(work)
         # Without a thread the second messages would start only when training next waits, and the
         # sync would not overlap with it.
         self._thread = threading.Thread(
-            target=self._run, args=(works,), name="exchange", daemon=True
+            target=self._run,
+            args=(works,),
+            name="exchange",
+            daemon=True,
         )
         self._thread.start()
 
@@ -213,7 +237,7 @@ class Exchange:
         if self.buckets[0].has_means:
             self.norm = float(norms.norm())
         else:
-            weighted = norms @ torch.tensor(weights).double()
+            weighted = norms @ torch.tensor(weights, dtype=torch.float64)
             self.norm = float(weighted) / (self.total or 1.0)
 
     @contextmanager
@@ -225,11 +249,9 @@ class Exchange:
         except Exception as error:
             self._manager.report_error(error)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> None:
         """Wait for the last message. Errors are reported to the manager, not raised."""
-        del timeout  # the manager's timeout bounds each message
-        self._thread.join()
-        return True
+        self._thread.join()  # the manager's timeout bounds each message
 
 
 def make_mean(layout: Layout, wire_format: str) -> WeightedMean:

@@ -90,7 +90,8 @@ class WeightedMean:
         sums = self._write(write, contribution)
         if asks_ranks:
             sums = division.sum(sums)
-        self.norm, self.sent_norm, self.moved, elements = sums.sqrt().tolist()
+        norms = sums.sqrt().tolist()
+        self.norm, self.sent_norm, self.moved, elements = norms
         self.moved_each = self.moved / (elements or 1.0)
         self.is_left_out = False
         self.contribution = contribution if self.is_finite else 0.0
@@ -103,7 +104,11 @@ class WeightedMean:
         weight = torch.full((1,), self.contribution, device=self.device)
         self.messages = [*to_send.split(division.bucket), weight]
 
-    def _write(self, write: Write, contribution: float) -> Tensor:
+    def _write(
+        self,
+        write: Write,
+        contribution: float,
+    ) -> Tensor:
         """Write all values, and sum squares.
 
         Returns:
@@ -119,17 +124,23 @@ class WeightedMean:
             squares.add(parts, chunk.indices)
             self._prepare(chunk.place, values, contribution)
             if not self._is_weighted:
-                squares.add(parts, [count + index for index in chunk.indices])
+                sent = [count + index for index in chunk.indices]
+                squares.add(parts, sent)
         copies = torch.tensor(self.division.copies, dtype=torch.float64)
         of_values = squares.by_tensor[:count] / copies
         of_sent = squares.by_tensor[-count:] / copies
         moved = of_values[: self.layout.num_parameters]
         sizes = torch.tensor(self.division.sizes) / copies
-        elements = sizes[: len(moved)][moved > 0]
-        sums = [each.sum() for each in (of_values, of_sent, moved, elements)]
-        return torch.stack(sums)
+        sizes_moved = sizes[: len(moved)][moved > 0]
+        sums = map(torch.sum, (of_values, of_sent, moved, sizes_moved))
+        return torch.stack([*sums])
 
-    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
+    def _prepare(
+        self,
+        place: slice,
+        values: Tensor,
+        contribution: float,
+    ) -> None:
         """Weight values that are at this place of the rank's share."""
         del place
         if contribution not in (0.0, 1.0):
@@ -139,21 +150,33 @@ class WeightedMean:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         works: list[Any] = []
         for message in self.messages:
-            works.append(manager.allreduce(message, reduce_op=ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+            work = manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore[reportArgumentType]
+            works.append(work)
         squares = Squares(len(self.division.sizes))
         self._squares = squares
         bucket = self.division.bucket
         for index, work in enumerate(works[:-1]):
             start = index * bucket
             # While later messages are on their way.
-            note_arrived = partial(self._add_squares, squares, start, start + bucket)
+            note_arrived = partial(
+                self._add_squares,
+                squares,
+                start,
+                start + bucket,
+            )
             works[index] = Then(work, note_arrived)
         return works
 
-    def _add_squares(self, squares: Squares, start: int, stop: int) -> None:
+    def _add_squares(
+        self,
+        squares: Squares,
+        start: int,
+        stop: int,
+    ) -> None:
         chunk = self.layout.chunk(start, stop)
         values = self.sums[chunk.place]
-        squares.add(values.split(chunk.sizes), chunk.indices)
+        parts = values.split(chunk.sizes)
+        squares.add(parts, chunk.indices)
 
     # What has arrived, before the vote.
 
@@ -177,8 +200,8 @@ class WeightedMean:
         total = float(self.messages[-1])
         if not total:
             return 0.0, 0.0
-        norm = math.sqrt(float(self.squares().sum()))
-        return total, norm / total
+        square = float(self.squares().sum())
+        return total, math.sqrt(square) / total
 
     def doubt(self, metrics: Collection[GroupMetrics]) -> str:
         """Return what is wrong with the mean that has arrived; empty if nothing is.
@@ -193,7 +216,8 @@ class WeightedMean:
         total, norm = self._arrived()
         if not math.isclose(total, expected, rel_tol=1e-3):
             return f"the weights sum to {total:g}, and those of the groups to {expected:g}"
-        sent = sum(group.contribution * group.sent_norm for group in metrics) / (expected or 1.0)
+        weighted = sum(group.contribution * group.sent_norm for group in metrics)
+        sent = weighted / (expected or 1.0)
         if not norm <= self.SLACK * sent + UNSEEN:
             return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
         return ""
@@ -215,9 +239,13 @@ class WeightedMean:
             The ranks whose messages are not finite, too long, or of another weight.
         """
         *of_values, of_weight = self.messages
-        parts = [self._gather_message(manager, message).norm(dim=1) for message in of_values]
+        parts = []
+        for message in of_values:
+            gathered = self._gather_message(manager, message)
+            parts.append(gathered.norm(dim=1))
         norms = torch.stack(parts).norm(dim=0).tolist()
-        weights = self._gather_message(manager, of_weight).flatten().tolist()
+        gathered = self._gather_message(manager, of_weight)
+        weights = gathered.flatten().tolist()
         unsound = set(range(len(norms)))
         for rank, group in metrics.items():
             weight = group.contribution if self._is_weighted else 1.0
@@ -246,11 +274,17 @@ class WeightedMean:
             self.contribution = 0.0
             self.is_left_out = True
 
-    def _gather_message(self, manager: DiLoCoManager, message: Tensor) -> Tensor:
+    def _gather_message(
+        self,
+        manager: DiLoCoManager,
+        message: Tensor,
+    ) -> Tensor:
         """The message of each group: a row for each."""
-        gathered = message.new_zeros(manager.num_participants(), message.numel())
+        groups = manager.num_participants()
+        gathered = message.new_zeros(groups, message.numel())
         if message.numel():
-            manager.all_gather(gathered.view(-1), message).wait()
+            work = manager.all_gather(gathered.view(-1), message)
+            work.wait()
         return gathered
 
     @property
@@ -288,7 +322,8 @@ class WeightedMean:
 
     def touch_memory(self) -> None:
         """Write to the memory of the messages, so that the first ``pack`` has no page faults."""
-        self._memory.give_back(self._memory.take(self.division.padded).zero_())
+        memory = self._memory.take(self.division.padded)
+        self._memory.give_back(memory.zero_())
 
     def clear(self) -> None:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""
