@@ -33,7 +33,7 @@ def plain_sgd(lr=1.0):
 
 def written(tensors):
     """Writes tensors into the messages of a mean."""
-    return lambda chunk, values: chunk.read(tensors, values)
+    return lambda chunk, into: chunk.read(tensors, into[chunk.place])
 
 
 def mean_of(share, groups, weights=(1.0,)):

@@ -37,6 +37,7 @@ def scale_down() -> None:
     """Divide what is counted in elements, but for what has to be a multiple of something."""
     flat_chunks.CHUNK = flat_chunks.CHUNK // SCALE // 16 * 16
     flat_chunks.SCRATCH = flat_chunks.SCRATCH // SCALE
+    flat_chunks.LAST_SCRATCH = flat_chunks.LAST_SCRATCH // SCALE
     division.BUCKET = division.BUCKET // SCALE // 512 * 512
     quantized_buckets.FRAME = quantized_buckets.FRAME // SCALE // 512 * 512
 

@@ -304,7 +304,7 @@ def test_a_signal_ends_the_wait_for_a_message_on_the_device():
 @of_backups
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_outer_step_has_the_bits_of_the_cpu(dtype, backup_device, monkeypatch):
-    monkeypatch.setattr(flat_chunks, "SCRATCH", 64)  # bfloat16 in several chunks
+    monkeypatch.setattr(flat_chunks, "LAST_SCRATCH", 64)  # bfloat16 in several chunks
 
     # Where it has not, groups on a CPU and groups on this device could not train one model.
     def replica(group):

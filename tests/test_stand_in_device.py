@@ -80,7 +80,7 @@ AT_REST = {"backup_device": "cpu"}
 
 CASES = [
     ({}, 32 + BUCKETS, 0, 4.05),
-    ({"dtype": "bfloat16"}, 32 + BUCKETS, 0, 4.7),  # 64 MiB of it for rounded numbers
+    ({"dtype": "bfloat16"}, 32 + BUCKETS, 0, 4.05),
     (DELAY, 32 + BUCKETS, 0, 8.05),
     (AT_REST, 32 + 5 * BUCKETS, 12, 6.1),
     (AT_REST | DELAY | {"dtype": "bfloat16"}, 32 + 12 * BUCKETS, 12, 8.05),

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,8 +18,10 @@ CHUNK = 2**18
 """Elements of a chunk on a CPU: what is written is still in cache when it is read again."""
 
 SCRATCH = 2**26
-"""Most bytes of an accelerator's memory for a part of what rests in host memory, and for a part of
-what is rounded to a smaller dtype: 64 MiB."""
+"""Most bytes of an accelerator's memory for a part of what rests in host memory: 64 MiB."""
+
+LAST_SCRATCH = 2**22
+"""The same for numbers rounded to a smaller dtype, where a buffer has no room for them: 4 MiB."""
 
 ALIGNMENT = 16
 
@@ -102,9 +104,11 @@ class Chunk(NamedTuple):
 
 def _part_of(tensor: Tensor, part: slice) -> Tensor:
     """A part of a tensor: a view in one dimension, or of rows if it is scattered in memory."""
+    is_whole = part.stop - part.start == tensor.numel()
     if tensor.is_contiguous():
-        return tensor.view(-1)[part]
-    if part.stop - part.start == tensor.numel():
+        flat = tensor.view(-1)
+        return flat if is_whole else flat[part]
+    if is_whole:
         return tensor
     row = math.prod(tensor.shape[1:])
     if part.start % row or part.stop % row:  # in the share of a rank, which is only read
@@ -130,6 +134,7 @@ class Layout:
         device: Where the model is.
         chunks: All elements, in order. In a chunk all tensors are parameters, or all are buffers;
             they have one dtype, and as many ranks hold them.
+        chunks_to_pack: The same in smaller parts, if numbers are rounded to pack them.
     """
 
     def __init__(
@@ -143,7 +148,13 @@ class Layout:
         self.device = tensors[0].device
         self.num_parameters = len(tensors) if num_parameters is None else num_parameters
         self._firsts = [*itertools.accumulate(division.sizes, initial=0)]
-        self.chunks = self._cut(tensors, _limit(tensors, needs_scratch))
+        self.chunk = functools.cache(self._chunk)
+        limit = _limit(tensors, needs_scratch)
+        self.chunks = self._cut(tensors, lambda start: limit)
+        self.chunks_to_pack = self.chunks
+        has_low = any(tensor.dtype != torch.float32 for tensor in tensors)
+        if has_low and limit >= self.num_elements:
+            self.chunks_to_pack = self._cut(tensors, self._most_to_pack)
 
     @property
     def num_elements(self) -> int:
@@ -152,7 +163,19 @@ class Layout:
 
     # ---- chunks ----------------------------------------------------------------------------------
 
-    def _cut(self, tensors: Sequence[Tensor], limit: int) -> list[Chunk]:
+    def _most_to_pack(self, start: int) -> int:
+        """Most elements of a chunk from here on that can be rounded in memory that follows it.
+
+        They take half of fp32's bytes, or fewer.
+        """
+        follow = self.num_elements - start
+        return max(LAST_SCRATCH // 2, 2 * follow // 3) // ALIGNMENT * ALIGNMENT
+
+    def _cut(
+        self,
+        tensors: Sequence[Tensor],
+        most: Callable[[int], int],
+    ) -> list[Chunk]:
         def kind(index: int) -> tuple[torch.dtype, int, bool]:
             is_parameter = index < self.num_parameters
             return tensors[index].dtype, self.division.copies[index], is_parameter
@@ -164,9 +187,9 @@ class Layout:
             start = self._firsts[members[0]]
             end = self._firsts[members[-1] + 1]
             while start < end:
-                stop = start + limit
+                stop = start + most(start)
                 stop = self._end_of(tensors, start, stop) if stop < end else end
-                chunks.append(self.chunk(start, stop))
+                chunks.append(self._chunk(start, stop))
                 start = stop
         return chunks
 
@@ -185,7 +208,7 @@ class Layout:
         end = stop - begun
         return end if end > start else end + row
 
-    def chunk(self, start: int, stop: int) -> Chunk:
+    def _chunk(self, start: int, stop: int) -> Chunk:
         """The chunk from one element to another, without the padding behind all."""
         stop = min(stop, self.num_elements)
         chunk = Chunk(slice(start, stop), [], [], [])
@@ -207,12 +230,10 @@ class Layout:
 def _limit(tensors: Sequence[Tensor], needs_scratch: bool) -> int:
     if tensors[0].device.type == "cpu":
         return CHUNK
-    low = [tensor.element_size() for tensor in tensors if tensor.dtype != torch.float32]
-    num_bytes = max(low, default=0)
-    if needs_scratch:
-        num_bytes += 4
-    if not num_bytes:
+    if not needs_scratch:
         return max(1, sum(tensor.numel() for tensor in tensors))
+    low = [tensor.element_size() for tensor in tensors if tensor.dtype != torch.float32]
+    num_bytes = 4 + max(low, default=0)
     return SCRATCH // num_bytes // ALIGNMENT * ALIGNMENT
 
 

@@ -165,9 +165,11 @@ class GlobalParameters:
         (group,) = self.optimizer.param_groups
         decay = group["momentum"]
         if decay:
-            self._keep_momentum()
+            if len(self.optimizer.state) < self.num_parameters:  # as after plain averages
+                self._keep_momentum()
+            momenta = self.momenta if unmoved else []
             for index in unmoved:
-                self.momenta[index].zero_()
+                momenta[index].zero_()
         divisor = torch.full((), mean.divisor, device=self.device)
         local = self.local()
         unmixed = self._unmixed(alpha)
@@ -320,10 +322,13 @@ class GlobalParameters:
         if not self.is_shared:  # theta has all, and the message may be a share
             own = own[self.division.place]
 
-        def write(chunk: Chunk, values: Tensor) -> None:
+        def write(chunk: Chunk, into: Tensor) -> None:
+            values = into[chunk.place]
+            theta = self._lent(own, chunk.place)
+            dtype = local[chunk.indices[0]].dtype
+            if dtype != torch.float32:
+                theta = _rounded(theta, dtype, into[chunk.place.stop :])
             views, parts = chunk.pairs(local, values)
-            dtype = parts[0].dtype
-            theta = self._lent(own, chunk.place).to(dtype)
             if values.device.type == "cpu" and dtype == torch.float32:
                 # A pass over memory less than where they are gathered first.
                 of_theta = theta.split(chunk.sizes)
@@ -586,6 +591,18 @@ class GlobalParameters:
         squares = torch.tensor(own, dtype=torch.float64).square()
         norms = self.theta_division.sum(squares).sqrt()
         return StepNorms(*norms.tolist(), decay=decay)
+
+
+def _rounded(
+    values: Tensor,
+    dtype: torch.dtype,
+    memory: Tensor,
+) -> Tensor:
+    """Round values to another dtype, in this memory if it is large enough."""
+    room = memory.view(dtype)[: values.numel()]
+    if room.numel() < values.numel():
+        return values.to(dtype)
+    return room.copy_(values)
 
 
 def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:

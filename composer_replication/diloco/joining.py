@@ -132,7 +132,8 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     mean = WeightedMean(fragment.globals.layout)
     local = fragment.globals.local()
 
-    def write(chunk: Chunk, values: Tensor) -> None:
+    def write(chunk: Chunk, into: Tensor) -> None:
+        values = into[chunk.place]
         if chunk.indices[0] in fragment.globals.averaged_buffers:
             # All take the first group's buffers: these need not be finite, nor are in the mean.
             values.zero_()

@@ -44,13 +44,19 @@ def test_they_make_up_the_buffer_and_end_where_a_kind_ends():
         assert size == sum(chunk.sizes) <= LIMIT
 
 
-def test_on_an_accelerator_what_is_rounded_goes_in_parts(monkeypatch):
-    monkeypatch.setattr(flat_chunks, "SCRATCH", 64)
+def test_on_an_accelerator_what_is_rounded_has_room_behind_its_chunk(monkeypatch):
+    monkeypatch.setattr(flat_chunks, "LAST_SCRATCH", 64)
     values = [tensor.to("meta") for tensor in tensors() if tensor.is_contiguous()]
-    assert len(Layout(Division(values[:4]), values[:4]).chunks) == 1  # nothing is rounded
     layout = Layout(Division(values), values)
-    sizes = [sum(chunk.sizes) for chunk in layout.chunks]
-    assert max(sizes) == 32 and sum(sizes) == layout.num_elements
+    assert len(layout.chunks) == 3 < len(layout.chunks_to_pack)  # they end where a dtype does
+    places = [chunk.place for chunk in layout.chunks_to_pack]
+    assert [0, *(place.stop for place in places)] == [
+        *(place.start for place in places),
+        layout.num_elements,
+    ]
+    for place in places:
+        size = place.stop - place.start
+        assert size <= 32 or 2 * size <= 4 * (layout.num_elements - place.stop)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25])

@@ -17,7 +17,8 @@ from composer_replication.diloco.outer_health import UNSEEN, GroupMetrics
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
 Write = Callable[[Chunk, Tensor], object]
-"""Writes this group's values of a chunk into 1-D fp32 memory of the chunk's size."""
+"""Writes this group's values of a chunk into its place of a flat buffer, 1-D fp32. What follows
+that place may be overwritten: it is written later."""
 
 
 class WeightedMean:
@@ -77,7 +78,7 @@ class WeightedMean:
         It waits for an accelerator once.
 
         Args:
-            write: Called with each chunk, in their order.
+            write: Called with each chunk, in their order, and the buffer of all.
             contribution: c_i of this group. Becomes 0 if a value is not finite.
             asks_ranks: Whether ``norm`` is over the values of all ranks of the group. Then every
                 rank of the group calls this, or none. Else it is over those that this rank sends.
@@ -117,9 +118,9 @@ class WeightedMean:
         """
         count = len(self.division.sizes)
         squares = Squares(count if self._is_weighted else 2 * count)  # of values, of what is sent
-        for chunk in self.layout.chunks:
+        for chunk in self.layout.chunks_to_pack:
+            write(chunk, self.sums)
             values = self.sums[chunk.place]
-            write(chunk, values)
             parts = values.split(chunk.sizes)
             squares.add(parts, chunk.indices)
             self._prepare(chunk.place, values, contribution)
