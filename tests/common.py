@@ -39,7 +39,7 @@ def written(tensors):
 def mean_of(share, groups, weights=(1.0,)):
     """The mean of groups' values as this group has it, with the sums that a network would give."""
     layout = Layout(share, groups[0])
-    means = [WeightedMean(layout, torch.device("cpu")) for _ in groups]
+    means = [WeightedMean(layout) for _ in groups]
     for mean, values, weight in zip(means, groups, weights, strict=True):
         mean.pack(written(values), weight)
     for one, *others in zip(*(mean.messages for mean in means), strict=True):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
 
@@ -33,27 +32,22 @@ class CopiedBuffers:
     model without buffers sends no such message.
 
     Args:
-        buffers: The model's buffers by name.
+        live: The model's buffers without a mean, by name.
+        averaged: Those that are averaged.
 
     Attributes:
-        averaged: Those that are averaged, by name.
-        live: Those without a mean, by name.
+        live: The same.
         values: Their global values by name, in host memory, in the dtypes of the model.
     """
 
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self.averaged: dict[str, Tensor] = {}
-        self.live: dict[str, Tensor] = {}
+    def __init__(self, live: Mapping[str, Tensor], averaged: Sequence[Tensor]) -> None:
+        self.live = live
         self.values: dict[str, Tensor] = {}
-        for name, buffer in buffers.items():
-            if has_mean(buffer):
-                self.averaged[name] = buffer
-            else:
-                self.live[name] = buffer
-                self.values[name] = buffer.detach().to("cpu", copy=True)
-        every = self.averaged | self.live
-        self._like = {name: held_tensor(buffer) for name, buffer in every.items()}
-        self._message = torch.empty(0, dtype=torch.uint8)
+        for name, buffer in live.items():
+            self.values[name] = buffer.detach().to("cpu", copy=True)
+        self._num_averaged = len(averaged)
+        self._like = [*averaged, *live.values()]
+        self._message = Tensor()
 
     def send(
         self,
@@ -71,7 +65,10 @@ class CopiedBuffers:
         """
         if not self._like:
             return []
-        parts = [buffer.detach().reshape(-1).view(torch.uint8) for buffer in own]
+        parts = []
+        for buffer in own:
+            flat = buffer.reshape(-1)
+            parts.append(flat.view(torch.uint8))
         message = torch.cat(parts)
         self._message = message.to(device)
         if manager.participating_rank() != 0:
@@ -84,16 +81,19 @@ class CopiedBuffers:
         Returns:
             The first group's buffers that are averaged, in the model's dtypes and shapes.
         """
-        sizes = [buffer.nbytes for buffer in self._like.values()]
-        parts = self._message.cpu().split(sizes)
-        received: dict[str, Tensor] = {}
-        for (name, like), part in zip(self._like.items(), parts, strict=True):
-            buffer = part.clone().view(like.dtype)
-            received[name] = buffer.view(like.shape)
-        for name, value in self.values.items():
-            value.copy_(received.pop(name))
+        message = self._message.cpu()
+        received: list[Tensor] = []
+        start = 0
+        for like in self._like:
+            part = message[start : start + like.nbytes].clone()
+            start += like.nbytes
+            buffer = part.view(like.dtype)
+            received.append(buffer.view(like.shape))
+        count = self._num_averaged
+        for value, buffer in zip(self.values.values(), received[count:], strict=True):
+            value.copy_(buffer)
         self.write_back()
-        return [*received.values()]
+        return received[:count]
 
     @torch.no_grad()
     def write_back(self) -> None:

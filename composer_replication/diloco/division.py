@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -26,7 +27,8 @@ TIMEOUT = timedelta(seconds=300)
 
 def held_tensor(parameter: Tensor) -> Tensor:
     """Return a parameter's storage on this rank: of a DTensor (FSDP2) this rank's shard."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return held.detach()
 
 
 def count_shards(tensor: Tensor) -> int:
@@ -81,10 +83,9 @@ class Division:
         parts: Which elements of each tensor are in this rank's share.
         sizes: How many these are.
         num_shares: The number of shares into which all elements are divided.
-        padded: Elements of memory for the whole. All shares are equally large, so the last may have
-            padding.
-        start: Where this rank's share begins in it.
-        stop: Where it ends.
+        share: How many elements a share has. All are equally large, so the last may have padding.
+        padded: Elements of memory for all shares.
+        place: This rank's share in it.
         copies: How many ranks hold the same elements of each tensor.
         bucket: Largest number of elements in a message.
 
@@ -132,24 +133,29 @@ class Division:
         # Shards are one share: each rank has another one, and all of it.
         self.num_shares = 1 if are_held else self.num_ranks
         unit = self.ALIGNMENT if self.num_shares > 1 else 1
-        self._share = -(-self._firsts[-1] // (self.num_shares * unit)) * unit
-        self.padded = self._share * self.num_shares
-        place = 0 if are_held else self._rank
-        self.start = place * self._share
-        self.stop = self.start + self._share
-        self.parts = [self._part(index, place) for index in range(len(tensors))]
+        units = math.ceil(self._firsts[-1] / (self.num_shares * unit))
+        self.share = units * unit
+        self.padded = self.share * self.num_shares
+        number = 0 if are_held else self._rank
+        start = number * self.share
+        self.place = slice(start, start + self.share)
+        self.parts = [self._part(index, number) for index in range(len(tensors))]
         self.sizes = [part.stop - part.start for part in self.parts]
 
     def _part(self, index: int, rank: int) -> slice:
         """The elements of a tensor that are in the share of a rank."""
         size = self.whole_sizes[index]
-        begin = rank * self._share - self._firsts[index]
-        end = begin + self._share
+        begin = rank * self.share - self._firsts[index]
+        end = begin + self.share
         begin = max(0, min(size, begin))
         end = max(0, min(size, end))
         return slice(begin, end)
 
-    def part_of(self, index: int, tensor: Tensor) -> Tensor:
+    def part_of(
+        self,
+        index: int,
+        tensor: Tensor,
+    ) -> Tensor:
         """This rank's part of one tensor, 1-D: a view, or a copy if the tensor is scattered."""
         return tensor.reshape(-1)[self.parts[index]]
 
@@ -171,9 +177,14 @@ class Division:
             return
         for tensor in tensors:
             flat = tensor.detach().reshape(-1)
-            values = flat.view(torch.uint8).to(self._device)
-            torch.distributed.broadcast(values, group=self._ranks, group_src=0)
-            tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
+            message = flat.view(torch.uint8).to(self._device)
+            torch.distributed.broadcast(
+                message,
+                group=self._ranks,
+                group_src=0,
+            )
+            values = message.view(tensor.dtype)
+            tensor.copy_(values.view(tensor.shape))
 
     def gather(self, flat: Tensor) -> None:
         """Fill in the shares of the other ranks."""
@@ -183,10 +194,27 @@ class Division:
         for bucket in shares.split(self.bucket, dim=1):
             own = bucket[self._rank].to(self._device, copy=True)
             gathered = own.new_empty(bucket.numel())
-            torch.distributed.all_gather_into_tensor(gathered, own, group=self._ranks)
+            torch.distributed.all_gather_into_tensor(
+                gathered,
+                own,
+                group=self._ranks,
+            )
             bucket.copy_(gathered.view(bucket.shape))
 
-    def whole(self, index: int, own: Tensor) -> Tensor:
+    def gathered(self, own: Tensor) -> Tensor:
+        """All elements without padding, given those of this rank's share."""
+        if self.num_shares == 1:
+            return own
+        flat = own.new_zeros(self.padded)
+        flat[self.place][: own.numel()] = own
+        self.gather(flat)
+        return flat[: self._firsts[-1]]
+
+    def whole(
+        self,
+        index: int,
+        own: Tensor,
+    ) -> Tensor:
         """Gather all shares of one tensor, 1-D, given this rank's.
 
         Raises:
@@ -219,5 +247,10 @@ class Division:
         if not self.are_held:
             return own
         digests = [own] * self.num_ranks
-        torch.distributed.all_gather_object(digests, own, group=self._ranks)
-        return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
+        torch.distributed.all_gather_object(
+            digests,
+            own,
+            group=self._ranks,
+        )
+        content = bytes.fromhex("".join(digests))
+        return hashlib.sha256(content).hexdigest()

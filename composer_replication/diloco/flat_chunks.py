@@ -33,13 +33,13 @@ class Chunk(NamedTuple):
         place: The slice.
         sizes: Elements of each part.
         indices: The index of its tensor.
-        parts: Which elements of that tensor it is, as a slice; None for all of them.
+        parts: Which elements of that tensor it is.
     """
 
     place: slice
     sizes: list[int]
     indices: list[int]
-    parts: list[slice | None]
+    parts: list[slice]
 
     def pairs(
         self,
@@ -53,10 +53,16 @@ class Chunk(NamedTuple):
         for index, elements, view in zip(self.indices, self.parts, slices, strict=True):
             part = _part_of(tensors[index], elements)
             parts.append(part)
-            views.append(view.view(part.shape) if part.dim() > 1 else view)
+            if part.dim() > 1:
+                view = view.view(part.shape)
+            views.append(view)
         return views, parts
 
-    def read(self, tensors: Sequence[Tensor], into: Tensor) -> None:
+    def read(
+        self,
+        tensors: Sequence[Tensor],
+        into: Tensor,
+    ) -> None:
         """Copy the chunk of the model's tensors.
 
         Args:
@@ -96,12 +102,13 @@ class Chunk(NamedTuple):
         _foreach_copy_(parts, views, non_blocking=is_ordered)
 
 
-def _part_of(tensor: Tensor, part: slice | None) -> Tensor:
+def _part_of(tensor: Tensor, part: slice) -> Tensor:
     """A part of a tensor: a view in one dimension, or of rows if it is scattered in memory."""
+    is_whole = part.stop - part.start == tensor.numel()
     if tensor.is_contiguous():
         flat = tensor.view(-1)
-        return flat if part is None else flat[part]
-    if part is None:
+        return flat if is_whole else flat[part]
+    if is_whole:
         return tensor
     row = math.prod(tensor.shape[1:])
     if part.start % row or part.stop % row:  # in the share of a rank, which is only read
@@ -124,10 +131,10 @@ class Layout:
         needs_scratch: Whether what is in the buffers is copied to the accelerator or inside it.
 
     Attributes:
+        device: Where the model is.
         chunks: All elements, in order. In a chunk all tensors are parameters, or all are buffers;
             they have one dtype, and as many ranks hold them.
         chunks_to_pack: The same in smaller parts, if numbers are rounded to pack them.
-        chunk: Returns the chunk from one element to another, without the padding behind all.
     """
 
     def __init__(
@@ -138,22 +145,16 @@ class Layout:
         needs_scratch: bool = False,
     ) -> None:
         self.division = division
+        self.device = tensors[0].device
         self.num_parameters = len(tensors) if num_parameters is None else num_parameters
         self._firsts = [*itertools.accumulate(division.sizes, initial=0)]
-        self._kinds = []
-        self._rows = []
-        for index, tensor in enumerate(tensors):
-            is_parameter = index < self.num_parameters
-            self._kinds.append((tensor.dtype, division.copies[index], is_parameter))
-            row = math.prod(tensor.shape[1:]) if division.num_shares == 1 else 1
-            self._rows.append(row)
         self.chunk = functools.cache(self._chunk)
         limit = _limit(tensors, needs_scratch)
-        self.chunks = self._cut(lambda start: limit)
+        self.chunks = self._cut(tensors, lambda start: limit)
         self.chunks_to_pack = self.chunks
         has_low = any(tensor.dtype != torch.float32 for tensor in tensors)
         if has_low and limit >= self.num_elements:
-            self.chunks_to_pack = self._cut(self._most_to_pack)
+            self.chunks_to_pack = self._cut(tensors, self._most_to_pack)
 
     @property
     def num_elements(self) -> int:
@@ -170,46 +171,64 @@ class Layout:
         follow = self.num_elements - start
         return max(LAST_SCRATCH // 2, 2 * follow // 3) // ALIGNMENT * ALIGNMENT
 
-    def _cut(self, most: Callable[[int], int]) -> list[Chunk]:
+    def _cut(
+        self,
+        tensors: Sequence[Tensor],
+        most: Callable[[int], int],
+    ) -> list[Chunk]:
+        def kind(index: int) -> tuple[torch.dtype, int, bool]:
+            is_parameter = index < self.num_parameters
+            return tensors[index].dtype, self.division.copies[index], is_parameter
+
         chunks = []
         indices = [index for index, size in enumerate(self.division.sizes) if size]
-        for _, group in itertools.groupby(indices, self._kinds.__getitem__):
+        for _, group in itertools.groupby(indices, kind):
             members = [*group]
             start = self._firsts[members[0]]
             end = self._firsts[members[-1] + 1]
             while start < end:
                 stop = start + most(start)
-                stop = self._end_of(start, stop) if stop < end else end
+                stop = self._end_of(tensors, start, stop) if stop < end else end
                 chunks.append(self._chunk(start, stop))
                 start = stop
         return chunks
 
-    def _end_of(self, start: int, stop: int) -> int:
+    def _end_of(
+        self,
+        tensors: Sequence[Tensor],
+        start: int,
+        stop: int,
+    ) -> int:
         """Move the end of a chunk to that of a row: a scattered tensor has views of rows alone."""
+        if self.division.num_shares > 1:  # shares are only read
+            return stop
         index = bisect_right(self._firsts, stop) - 1
-        row = self._rows[index]
-        end = stop - (stop - self._firsts[index]) % row
+        row = math.prod(tensors[index].shape[1:])
+        begun = (stop - self._firsts[index]) % row
+        end = stop - begun
         return end if end > start else end + row
 
     def _chunk(self, start: int, stop: int) -> Chunk:
+        """The chunk from one element to another, without the padding behind all."""
         stop = min(stop, self.num_elements)
         chunk = Chunk(slice(start, stop), [], [], [])
         first = bisect_right(self._firsts, start) - 1
-        for index in range(first, bisect_left(self._firsts, stop)):
+        after_last = bisect_left(self._firsts, stop)
+        for index in range(first, after_last):
             own = self.division.parts[index]
-            begin = own.start + max(0, start - self._firsts[index])
-            end = min(own.stop, own.start + stop - self._firsts[index])
+            offset = own.start - self._firsts[index]
+            begin = max(own.start, start + offset)
+            end = min(own.stop, stop + offset)
             if begin == end:
                 continue
-            is_whole = end - begin == self.division.whole_sizes[index]
             chunk.sizes.append(end - begin)
             chunk.indices.append(index)
-            chunk.parts.append(None if is_whole else slice(begin, end))
+            chunk.parts.append(slice(begin, end))
         return chunk
 
 
 def _limit(tensors: Sequence[Tensor], needs_scratch: bool) -> int:
-    if not tensors or tensors[0].device.type == "cpu":
+    if tensors[0].device.type == "cpu":
         return CHUNK
     if not needs_scratch:
         return max(1, sum(tensor.numel() for tensor in tensors))
@@ -244,8 +263,10 @@ class Squares:
         self._indices += indices
         if parts and parts[0].device.type != "cpu":
             self._found += _foreach_norm(parts)
-        else:
-            self._found += (torch.dot(part, part) for part in parts)  # in half the time of a norm
+            return
+        for part in parts:
+            square = torch.dot(part, part)  # in half the time of a norm
+            self._found.append(square)
 
     @functools.cached_property
     def by_tensor(self) -> Tensor:
@@ -256,7 +277,8 @@ class Squares:
             here = found.to("cpu", torch.float64)
             if found.device.type != "cpu":  # there ``add`` has taken norms
                 here = here.square_()
-            total.index_add_(0, torch.tensor(self._indices), here)
+            indices = torch.tensor(self._indices)
+            total.index_add_(0, indices, here)
         return total
 
 

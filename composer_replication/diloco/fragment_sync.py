@@ -140,7 +140,7 @@ class FragmentSync:
         self._usual_pace = usual_pace
         self._settings = state.settings
         self.device = self.globals.device
-        self.mean = make_mean(self.globals.layout, self.device, state.settings.wire_format)
+        self.mean = make_mean(self.globals.layout, state.settings.wire_format)
         # Messages travel beside training, as torchft's do.
         self._stream = None if self.device.type == "cpu" else torch.Stream(self.device)
         self._works: list[Any] = []
@@ -178,7 +178,8 @@ class FragmentSync:
         self.phase = Phase.FAILED  # until it is sent
         self.is_joining = is_joining
         # DDP makes buffers equal only before the next forward pass: the ranks' may differ here.
-        self.globals.level_buffers()
+        tensors = [*self.globals.live.values()]
+        self.globals.division.level(tensors[self.globals.num_parameters :])
         packed = self._to_pack()
         self.packed = packed
         local = packed.local or self.globals.local()
@@ -355,7 +356,7 @@ class FragmentSync:
     def forget_local(self) -> None:
         """Send nothing of what this group has trained since the last sync."""
         self._drop_steps()
-        self.mean.forget_residual()
+        self.mean.forget_residual(range(len(self.globals.theta)))
 
     def _drop_steps(self) -> None:
         self.unsynced = Steps()

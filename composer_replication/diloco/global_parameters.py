@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.copied_buffers import CopiedBuffers
+from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
 from composer_replication.diloco.division import Division, held_tensor
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
 from composer_replication.diloco.outer_health import StepNorms
@@ -40,8 +40,8 @@ class GlobalParameters:
 
     Args:
         tensors: The fragment's parameters in the model, of any floating dtype but float64, on any
-            device, and the buffers that are synchronised with them. Of these, those that have a
-            mean are averaged, the others are the first group's (``copied``).
+            device, and after them the buffers that are synchronised with them. Of these, those that
+            have a mean are averaged, the others are the first group's (``copied``).
         outer_optimizer: Builds the optimizer over the global parameters.
         backup_device: Where they and the optimizer's state rest between syncs. None: on the model's
             device.
@@ -68,57 +68,69 @@ class GlobalParameters:
         backup_device: torch.device | str | None = None,
         division_of: Callable[[Iterable[Tensor]], Division] = Division,
     ) -> None:
-        parameters = {name: t for name, t in tensors.items() if isinstance(t, nn.Parameter)}
-        buffers = {name: t for name, t in tensors.items() if name not in parameters}
-        self.copied = CopiedBuffers(buffers)
-        self.averaged = parameters | self.copied.averaged
-        self.num_parameters = len(parameters)
-        self.averaged_buffers = range(len(parameters), len(self.averaged))
-        held = [held_tensor(tensor) for tensor in self.averaged.values()]
-        self.shapes = {name: t.shape for name, t in zip(self.averaged, held, strict=True)}
+        self.averaged: dict[str, Tensor] = {}
+        copied: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            kind = self.averaged if has_mean(tensor) else copied
+            kind[name] = tensor
+        count = sum(isinstance(tensor, nn.Parameter) for tensor in tensors.values())
+        self.num_parameters = count
+        self.averaged_buffers = range(count, len(self.averaged))
+        held = [*map(held_tensor, self.averaged.values())]
+        self.copied = CopiedBuffers(copied, held[count:])
+        self.shapes = [tensor.shape for tensor in held]
         self.device = held[0].device
         resting = torch.device(backup_device or self.device)
         rests_elsewhere = resting.type != self.device.type
         self.division = division_of(self.averaged.values())
         self.theta_division = self.division
-        self.layout = Layout(self.division, held, len(parameters), rests_elsewhere)
+        self.layout = Layout(
+            self.division,
+            held,
+            count,
+            rests_elsewhere,
+        )
         self._whole_layout = self.layout
         if self.division.num_shares > 1:
             alone = Division(held)
-            self._whole_layout = Layout(alone, held, len(parameters), True)
-            like = [nn.Parameter(torch.empty_like(t, device="meta")) for t in parameters.values()]
+            self._whole_layout = Layout(alone, held, count, True)
+            like = [nn.Parameter(tensor.to("meta")) for tensor in held[:count]]
             # One that reads whole tensors, such as LAMB, would take other steps on shares.
             if not is_plain_sgd(outer_optimizer(like)):
                 self.theta_division = alone
         # fp32, whatever the model's dtype is: an outer step may be smaller than bf16's rounding.
         # Pinned, copies run beside the accelerator's kernels; torch takes the next power of two.
         size = sum(self.theta_division.sizes)
-        self.flat = torch.zeros(size, device=resting, pin_memory=rests_elsewhere)
-        self.theta = self._theta_of(held)
-        self._momentum_norm: float | None = None
-        """L2 norm of this rank's momentum after the last outer step; None if it is not known."""
+        self.flat = torch.zeros(
+            size,
+            device=resting,
+            pin_memory=rests_elsewhere,
+        )
+        self.theta: dict[str, nn.Parameter] = {}
+        views = self.views(self.flat)
+        for index, name in enumerate(self.averaged):
+            part = self.theta_division.part_of(index, held[index])
+            view = views[index]
+            view.copy_(part.view(view.shape))
+            self.theta[name] = nn.Parameter(view)
         self._step_norms = StepNorms()
-        """Norms of this rank in the last outer step; its momentum is in ``_momentum_norm``."""
-        owned = [self.theta[name] for name in parameters]
+        """This rank's part of the norms in the last outer step."""
+        owned = [*self.theta.values()][:count]
         self.optimizer = outer_optimizer(owned)
         _check_is_over(self.optimizer, owned)
-        if is_plain_sgd(self.optimizer) and self.optimizer.param_groups[0]["momentum"]:
-            self._keep_momentum()  # now: what does not fit into memory is to fail at the start
-
-    @torch.no_grad()
-    def _theta_of(self, held: Sequence[Tensor]) -> dict[str, nn.Parameter]:
-        """Copy what this rank holds of the model into ``flat``, and return the views of that."""
-        theta: dict[str, nn.Parameter] = {}
-        views = self.views(self.flat)
-        for index, (name, view) in enumerate(zip(self.averaged, views, strict=True)):
-            part = self.theta_division.part_of(index, held[index])
-            theta[name] = nn.Parameter(view.copy_(part.view(view.shape)))
-        return theta
+        if is_plain_sgd(self.optimizer):
+            (group,) = self.optimizer.param_groups
+            if group["momentum"]:
+                self._keep_momentum()  # now: what does not fit into memory is to fail at the start
 
     # ---- the outer step --------------------------------------------------------------------------
 
     @torch.no_grad()
-    def take_outer_step(self, mean: WeightedMean, alpha: float = 0.0) -> None:
+    def take_outer_step(
+        self,
+        mean: WeightedMean,
+        alpha: float = 0.0,
+    ) -> None:
         """Move the global parameters by the mean pseudo-gradient, and write them into the model.
 
         Buffers become the mean of the local ones: global minus the mean of (global minus local). A
@@ -141,90 +153,144 @@ class GlobalParameters:
             self.division.gather(mean.flat)
             self._write(mean.flat, alpha)
 
-    def _descend(self, mean: WeightedMean, alpha: float) -> None:
+    def _descend(
+        self,
+        mean: WeightedMean,
+        alpha: float,
+    ) -> None:
         """Take the outer step of torch's SGD in chunks, and write back each that is whole."""
         sums = mean.sums
         squares = mean.squares()  # before the step overwrites the sums
         unmoved = self._unmoved(squares, sums)
         (group,) = self.optimizer.param_groups
+        decay = group["momentum"]
+        if decay:
+            if len(self.optimizer.state) < self.num_parameters:  # as after plain averages
+                self._keep_momentum()
+            momenta = self.momenta if unmoved else []
+            for index in unmoved:
+                momenta[index].zero_()
         divisor = torch.full((), mean.divisor, device=self.device)
-        momentum_before = 0.0
-        if group["momentum"]:
-            self._keep_momentum(unmoved)
-            # Of the momentum as it is now: momentum_cosine then takes no pass over memory.
-            momentum_before = self._own_momentum_norm()
         local = self.local()
         unmixed = self._unmixed(alpha)
-        momentum_squares = Squares(len(self.theta))
+        count = len(self.theta)
+        of_momentum = Squares(2 * count)  # before the step, and after it
         for chunk in self.layout.chunks:
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
-            if chunk.indices[0] in self.averaged_buffers:
+            first = chunk.indices[0]
+            if first in self.averaged_buffers:
                 theta.sub_(part.div_(mean.divisor))
-            elif not group["momentum"]:
+            elif not decay:
                 take_sgd_step(group, divisor, theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
+                # Both norms while it is in cache. As many ranks hold all of the chunk.
+                of_momentum.add([momentum], [first])
                 take_sgd_step(group, divisor, theta, part, momentum)
-                momentum_squares.add([momentum], chunk.indices[:1])  # as many ranks hold them all
+                of_momentum.add([momentum], [count + first])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
                 # Now, while theta is in cache. The sums have been used: their memory is free.
-                chunk.write(theta, local, alpha, unmixed, scratch=part)
+                chunk.write(
+                    theta,
+                    local,
+                    alpha,
+                    unmixed,
+                    scratch=part,
+                )
         self._await_rest()
-        self._momentum_norm = _norm(momentum_squares.by_tensor, self.division.copies)
+        before, after = of_momentum.by_tensor.view(2, -1)
         of_mean = squares / mean.divisor**2
-        self._note_norms(of_mean, momentum_before=momentum_before, decay=group["momentum"])
+        self._step_norms = StepNorms(
+            mean=self._norm(of_mean),
+            stepped=self._norm(of_mean[: self.num_parameters]),
+            momentum_before=self._norm(before),
+            momentum=self._norm(after),
+            decay=decay,
+        )
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
         deltas = self.unpack(mean)
         squares = Squares(len(self.theta))
         parts = deltas.split(self.theta_division.sizes)
-        squares.add(parts, [*range(len(parts))])
+        indices = [*range(len(parts))]
+        squares.add(parts, indices)
         unmoved = self._unmoved(squares.by_tensor, deltas)
         parameters = [*self.theta.values()]
-        deltas = self.views(deltas.to(self.flat.device))
+        resting = deltas.to(self.flat.device)
+        views = self.views(resting)
         for index in range(self.num_parameters):
-            parameters[index].grad = deltas[index]
+            parameters[index].grad = views[index]
         for index in self.averaged_buffers:
-            parameters[index].sub_(deltas[index])
+            parameters[index].sub_(views[index])
         for index in unmoved:  # it would be moved by weight decay, or by old momentum
             parameters[index].grad = None
             self.optimizer.state.pop(parameters[index], None)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._momentum_norm = None
-        self._note_norms(squares.by_tensor)
+        of_momentum = Squares(len(parameters))
+        for index, theta in enumerate(parameters):
+            state = self.optimizer.state.get(theta, {})
+            momentum = state.get("momentum_buffer")
+            if momentum is not None:
+                flat = momentum.view(-1)
+                of_momentum.add([flat], [index])
+        of_mean = squares.by_tensor
+        self._step_norms = StepNorms(
+            mean=self._norm(of_mean),
+            stepped=self._norm(of_mean[: self.num_parameters]),
+            momentum=self._norm(of_momentum.by_tensor),
+        )
 
-    def _unmoved(self, squares: Tensor, sums: Tensor) -> list[int]:
+    def _unmoved(
+        self,
+        squares: Tensor,
+        sums: Tensor,
+    ) -> list[int]:
         """The parameters whose mean pseudo-gradient is exactly 0, in the parts of all ranks."""
         has_moved = squares.bool().double()
         parts = sums.split(self.theta_division.sizes)
-        zeros = has_moved.logical_not().nonzero().flatten()
-        for index in zeros.tolist():
-            has_moved[index] = float(parts[index].any())  # fp32 has no squares of 1e-30
-        ranks = self.theta_division.sum(has_moved).tolist()
-        return [index for index in range(self.num_parameters) if not ranks[index]]
+        zeros = has_moved.logical_not().nonzero()
+        for index in zeros.flatten().tolist():
+            is_moved = parts[index].any()  # fp32 has no squares of 1e-30
+            has_moved[index] = float(is_moved)
+        ranks = self.theta_division.sum(has_moved)
+        unmoved = ranks[: self.num_parameters].logical_not().nonzero()
+        return unmoved.flatten().tolist()
 
-    def _note_norms(self, squares: Tensor, **more: float) -> None:
-        copies = self.theta_division.copies
-        mean = _norm(squares, copies)
-        moved = _norm(squares[: self.num_parameters], copies[: self.num_parameters])
-        self._step_norms = StepNorms(mean, moved, **more)
+    def _norm(self, squares: Tensor) -> float:
+        """This rank's part of a norm: other ranks may hold the same tensors."""
+        copies = torch.tensor(self.theta_division.copies)
+        own = squares / copies[: len(squares)]
+        return math.sqrt(own.sum())
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
+        found = []
         parameters = islice(self.averaged.values(), self.num_parameters)
-        return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
+        for index, tensor in enumerate(parameters):
+            if not tensor.requires_grad:
+                found.append(index)
+        return found
 
     # Global parameters that rest in host memory are computed with on the model's device.
 
-    def _lent(self, flat: Tensor, place: slice) -> Tensor:
+    def _lent(
+        self,
+        flat: Tensor,
+        place: slice,
+    ) -> Tensor:
         return flat[place].to(self.device, non_blocking=True)
 
-    def _give_back(self, lent: Tensor, flat: Tensor, place: slice) -> None:
+    def _give_back(
+        self,
+        lent: Tensor,
+        flat: Tensor,
+        place: slice,
+    ) -> None:
         if lent.device != flat.device:
             flat[place].copy_(lent, non_blocking=True)
 
@@ -253,9 +319,8 @@ class GlobalParameters:
             weight: This group's contribution.
         """
         own = self.flat
-        if self.division is not self.theta_division:  # theta has all, and the message a share
-            start = self.division.start
-            own = own[start : start + self.layout.num_elements]
+        if not self.is_shared:  # theta has all, and the message may be a share
+            own = own[self.division.place]
 
         def write(chunk: Chunk, into: Tensor) -> None:
             values = into[chunk.place]
@@ -268,7 +333,8 @@ class GlobalParameters:
                 # A pass over memory less than where they are gathered first.
                 of_theta = theta.split(chunk.sizes)
                 for own_part, part, view in zip(of_theta, parts, views, strict=True):
-                    pseudo_gradient(own_part.view(view.shape), part, view)
+                    shaped = own_part.view(view.shape)
+                    pseudo_gradient(shaped, part, view)
             else:
                 chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
@@ -278,20 +344,20 @@ class GlobalParameters:
 
         mean.pack(write, weight)
 
-    @torch.no_grad()
     def write_back(self, alpha: float = 0.0) -> None:
         """Set ``local = alpha * local + (1 - alpha) * global`` (2501.18512, alg. 2, line 12).
 
         With shares it is a collective of the ranks.
         """
-        flat = self.flat
-        if self.is_shared:
-            parts = [self.whole(name).reshape(-1) for name in self.theta]
-            flat = torch.cat(parts)
+        flat = self.theta_division.gathered(self.flat)
         self._write(flat, alpha)
         self.copied.write_back()
 
-    def _write(self, flat: Tensor, alpha: float) -> None:
+    def _write(
+        self,
+        flat: Tensor,
+        alpha: float,
+    ) -> None:
         """Write all tensors, in the order of ``theta``, into the model."""
         local = self.local()
         unmixed = self._unmixed(alpha)
@@ -310,17 +376,17 @@ class GlobalParameters:
     def unpack(self, mean: WeightedMean) -> Tensor:
         """Return a mean like ``flat``, in its own memory. Call it once, on all ranks."""
         own = mean.unpack()
-        if self.theta_division is self.division:
+        if self.is_shared:
             return own
         self.division.gather(mean.flat)
         return mean.flat[: self.flat.numel()]
 
-    @torch.no_grad()
     def has_moved(self) -> bool:
         """Whether local parameters are not the global ones, in what this rank holds of these."""
-        pairs = zip(self.theta.values(), self.local(), strict=False)
-        for index, (theta, local) in enumerate(islice(pairs, self.num_parameters)):
-            own = self.theta_division.part_of(index, local)
+        local = self.local()
+        parameters = islice(self.theta.values(), self.num_parameters)
+        for index, theta in enumerate(parameters):
+            own = self.theta_division.part_of(index, local[index])
             rounded = theta.view(-1).to(own)
             if not torch.equal(own, rounded):
                 return True
@@ -345,7 +411,7 @@ class GlobalParameters:
 
     def local(self) -> list[Tensor]:
         """What this rank holds of the local parameters and buffers; not copies."""
-        return [held_tensor(tensor) for tensor in self.live.values()]
+        return [*map(held_tensor, self.live.values())]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor's part of a buffer like ``flat``, in its shape if it is whole."""
@@ -356,10 +422,14 @@ class GlobalParameters:
     def whole_views(self, flat: Tensor) -> list[Tensor]:
         """Each tensor in a buffer that has all of them, in its shape."""
         parts = flat.split(self.division.whole_sizes)
-        pairs = zip(parts, self.shapes.values(), strict=True)
-        return [part.view(shape) for part, shape in pairs]
+        views = map(Tensor.view, parts, self.shapes)
+        return [*views]
 
-    def whole(self, name: str, part: Tensor | None = None) -> Tensor:
+    def whole(
+        self,
+        name: str,
+        part: Tensor | None = None,
+    ) -> Tensor:
         """Return all of a global tensor. If ranks share it, this gathers it: a collective.
 
         Args:
@@ -371,9 +441,20 @@ class GlobalParameters:
         own = self.theta[name].detach() if part is None else part
         if not self.is_shared:
             return own
-        index = list(self.theta).index(name)
+        index = self._index(name)
         whole = self.theta_division.whole(index, own)
-        return whole.view(self.shapes[name])
+        return whole.view(self.shapes[index])
+
+    def part_of(
+        self,
+        name: str,
+        whole: Tensor,
+    ) -> Tensor:
+        """This rank's part of a tensor of the shape of a global one, 1-D."""
+        return self.theta_division.part_of(self._index(name), whole)
+
+    def _index(self, name: str) -> int:
+        return [*self.theta].index(name)
 
     def not_finite(
         self,
@@ -397,9 +478,12 @@ class GlobalParameters:
         for row, tensors in zip(odd, (theta, local), strict=True):
             if tensors:
                 finite = [tensors[index].isfinite().all() for index in buffers]
-                row += torch.stack(finite).logical_not().cpu()
+                is_odd = torch.stack(finite).logical_not()
+                row.copy_(is_odd)
         globally, locally = self.division.sum(odd).tolist()
-        return set(compress(buffers, globally)), set(compress(buffers, locally))
+        odd_globally = set(compress(buffers, globally))
+        odd_here = set(compress(buffers, locally))
+        return odd_globally, odd_here
 
     @torch.no_grad()
     def take_buffers(self, averaged: Iterable[int]) -> None:
@@ -416,46 +500,39 @@ class GlobalParameters:
             own = self.theta_division.part_of(index, buffer)
             theta.copy_(own.view(theta.shape))
 
-    def level_buffers(self) -> None:
-        """Give all ranks of the group the same buffers."""
-        self.division.level([*self.live.values()][self.num_parameters :])
-
     def mean_over_ranks(self, *values: float) -> list[float]:
         """The means of numbers over the ranks of the group: a collective, if there are several."""
-        totals = self.division.sum(torch.tensor(values, dtype=torch.float64))
-        return (totals / self.division.num_ranks).tolist()
+        own = torch.tensor(values, dtype=torch.float64)
+        means = self.division.sum(own) / self.division.num_ranks
+        return means.tolist()
 
     # ---- the outer optimizer's state -------------------------------------------------------------
 
     @functools.cached_property
     def momentum(self) -> Tensor:
         """The outer momentum of all tensors, like ``flat``."""
-        is_pinned = self.flat.is_pinned()
-        return torch.zeros(self.flat.shape, device=self.flat.device, pin_memory=is_pinned)
+        return torch.zeros_like(self.flat, pin_memory=self.flat.is_pinned())
 
     @property
     def momenta(self) -> list[Tensor]:
         """The momentum of each tensor: views of one buffer, like ``theta``. Other optimizers than
         SGD have none."""
-        is_sgd = isinstance(self.optimizer, torch.optim.SGD)
-        return self.views(self.momentum) if is_sgd else []
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return []
+        return self.views(self.momentum)
 
-    def _keep_momentum(self, unmoved: Sequence[int] = ()) -> None:
-        """Have the optimizer hold the views of one buffer as its momentum.
-
-        Args:
-            unmoved: The parameters that forget it, by index: it would move them although their mean
-                pseudo-gradient is 0.
-        """
-        parameters = [*self.theta.values()][: self.num_parameters]
+    def _keep_momentum(self) -> None:
+        """Have the optimizer hold the views of one buffer as its momentum."""
         momenta = self.momenta
-        for theta, own in zip(parameters, momenta, strict=False):
-            self.optimizer.state[theta]["momentum_buffer"] = own
-        for index in unmoved:
-            momenta[index].zero_()
-            self._momentum_norm = None
+        for index, theta in enumerate(self.theta.values()):
+            if index < self.num_parameters:
+                self.optimizer.state[theta]["momentum_buffer"] = momenta[index]
 
-    def move_to(self, flat: Tensor, momentum: Tensor) -> None:
+    def move_to(
+        self,
+        flat: Tensor,
+        momentum: Tensor,
+    ) -> None:
         """Continue in other memory, with the numbers that are in it.
 
         Args:
@@ -476,17 +553,23 @@ class GlobalParameters:
         that is written again.
         """
         self.optimizer.load_state_dict(state_dict)
-        self._momentum_norm = None
         momenta = self.momenta
         for index, theta in enumerate(self.theta.values()):
             state = self.optimizer.state.get(theta, {})
             for key, value in state.items():
-                if key == "momentum_buffer" and value is not None:
+                if not isinstance(value, Tensor):
+                    continue
+                if momenta and key == "momentum_buffer":
                     state[key] = momenta[index]
-                elif isinstance(value, Tensor):
+                else:
                     state[key] = value.clone()
 
-    def follow(self, lr: float, momentum: float, nesterov: bool) -> None:
+    def follow(
+        self,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> None:
         """Take the next outer steps with these numbers, as a row of the schedule says.
 
         The momentum buffers stay. Momentum 0 drops them: no outer step would change them until
@@ -497,41 +580,29 @@ class GlobalParameters:
         if not momentum and self.optimizer.state:
             self.optimizer.state.clear()
             self.momentum.zero_()
-            self._momentum_norm = None
 
     def step_norms(self) -> StepNorms:
-        """The norms of the last outer step; the momentum's is 0 before the first one.
+        """The norms of the last outer step that this process has taken; 0 before the first one.
 
         They are over all shards or shares of the group, if it has any: then it is a collective of
         its ranks.
         """
-        *own, decay = self._step_norms._replace(momentum=self._own_momentum_norm())
+        *own, decay = self._step_norms
         squares = torch.tensor(own, dtype=torch.float64).square()
         norms = self.theta_division.sum(squares).sqrt()
-        return StepNorms._make([*norms.tolist(), decay])
-
-    def _own_momentum_norm(self) -> float:
-        if self._momentum_norm is None:
-            squares = Squares(len(self.theta))
-            for index, theta in enumerate(self.theta.values()):
-                buffer = self.optimizer.state.get(theta, {}).get("momentum_buffer")
-                if buffer is not None:
-                    squares.add([buffer.view(-1)], [index])
-            self._momentum_norm = _norm(squares.by_tensor, self.theta_division.copies)
-        return self._momentum_norm
+        return StepNorms(*norms.tolist(), decay=decay)
 
 
-def _rounded(values: Tensor, dtype: torch.dtype, memory: Tensor) -> Tensor:
+def _rounded(
+    values: Tensor,
+    dtype: torch.dtype,
+    memory: Tensor,
+) -> Tensor:
     """Round values to another dtype, in this memory if it is large enough."""
     room = memory.view(dtype)[: values.numel()]
     if room.numel() < values.numel():
         return values.to(dtype)
     return room.copy_(values)
-
-
-def _norm(squares: Tensor, copies: Sequence[int]) -> float:
-    """This rank's part of a norm, given squares of which so many ranks hold the same."""
-    return math.sqrt((squares / torch.tensor(copies)).sum())
 
 
 def _check_is_over(optimizer: Any, owned: Sequence[nn.Parameter]) -> None:

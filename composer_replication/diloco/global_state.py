@@ -110,7 +110,8 @@ class GlobalState:
             every: See ``digest_is_due``. They are also compared after a heal and after a resume.
         """
         if self.digest_is_due(every) or self.compare_next or self.was_healed:
-            return tuple(map(as_number, self.fragment_digests()))
+            digests = self.fragment_digests()
+            return tuple(map(as_number, digests))
         return (0,) * len(self.fragments)
 
     def was_compared(self) -> None:
@@ -164,22 +165,22 @@ class GlobalState:
                 self._num_changes += 1
 
     def for_joiner(self) -> dict[str, Any]:
-        """What ``state_dict`` returns: the tensors themselves and not copies.
+        """What ``state_dict`` returns.
 
         It also computes the digests that this group sends in the joiner's quorum, where all groups
         would wait for them.
         """
         self.fragment_digests()
-        return self.state_dict(copies=False)
+        return self.state_dict()
 
-    def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """All that this rank holds, in tensors and plain containers; never from half an outer step.
+
+        The tensors are no copies. Of each fragment it has the global tensors by name and the outer
+        optimizer's state; with shares, those of this rank.
 
         Runs on the threads that serve joiners, so it calls no collective. A joiner's rank takes it
         from the same rank of its donor.
-
-        Args:
-            copies: Whether to copy the tensors.
 
         Raises:
             RuntimeError: An outer step was interrupted half way, by Ctrl-C or an error.
@@ -191,18 +192,23 @@ class GlobalState:
                     "global parameters have moved and part have not: build a new Trainer, which "
                     "takes over what the other groups have, or load a checkpoint in it"
                 )
+            fragments = []
+            for fragment in self.fragments:
+                optimizer = fragment.optimizer.state_dict()
+                own = {"theta": fragment.tensors, "optimizer": optimizer}
+                fragments.append(tree_map_only(Tensor, Tensor.detach, own))
             return {
                 "outer_step": self.outer_step,
                 "settings": self.fingerprint,
                 "ledger": self.ledger.rows(),
-                "fragments": [outer_state(f, copies=copies) for f in self.fragments],
+                "fragments": fragments,
             }
 
-    def whole_state_dict(self, *, copies: bool = True) -> dict[str, Any]:
+    def whole_state_dict(self) -> dict[str, Any]:
         """``state_dict`` of all ranks. With shares it is a collective of them."""
+        state = self.state_dict()
         if not self.fragments[0].is_shared:
-            return self.state_dict(copies=copies)
-        state = self.state_dict(copies=False)  # what is gathered is a copy
+            return state
         pairs = zip(self.fragments, state["fragments"], strict=True)
         whole = [_each_tensor(fragment, own, fragment.whole) for fragment, own in pairs]
         return state | {"fragments": whole}
@@ -228,7 +234,8 @@ class GlobalState:
         before = self.fragments[0].optimizer.param_groups[0]
         step = self.outer_step + 1
         lr, momentum, nesterov = self.settings.outer_numbers_at(step)
-        if (lr, momentum) != (before["lr"], before["momentum"]):
+        has_changed = lr != before["lr"] or momentum != before["momentum"]
+        if has_changed:
             log.info("From outer step %d on: outer_lr %g, outer_momentum %g", step, lr, momentum)
         for fragment in self.fragments:
             fragment.follow(lr, momentum, nesterov)
@@ -257,7 +264,11 @@ class GlobalState:
         """Drop what ``stage`` has prepared, and free its memory."""
         self._staged = None
 
-    def take_over(self, state_dict: dict[str, Any], whose: str) -> None:
+    def take_over(
+        self,
+        state_dict: dict[str, Any],
+        whose: str,
+    ) -> None:
         """Load what ``state_dict`` returned in another group.
 
         Raises:
@@ -269,7 +280,7 @@ class GlobalState:
         with self.changing():
             theirs = dict(state_dict["settings"])
             compare_fingerprints(self.fingerprint, theirs, whose)
-            self._load(state_dict, () if staged is None else staged.numbers)
+            self._load(state_dict, staged.numbers if staged is not None else ())
             self.fingerprint = theirs
             self.was_healed = True
         if staged is not None:
@@ -291,9 +302,16 @@ class GlobalState:
                 for key in ("outer_optimizer", "schedule")
             )
             pairs = zip(self.fragments, state_dict["fragments"], strict=True)
-            own = [cut(fragment, saved) for fragment, saved in pairs]
-            state = state_dict | {"fragments": own}
-            self._load(state, (), keeps_hyperparameters=has_other_outer)
+            fragments = []
+            for fragment, whole in pairs:
+                own = {**whole}
+                if fragment.is_shared:
+                    own = _each_tensor(fragment, whole, fragment.part_of)
+                if has_other_outer:  # keeps its own learning rate, momentum, ...
+                    numbers = own["optimizer"]["state"]
+                    own["optimizer"] = fragment.optimizer.state_dict() | {"state": numbers}
+                fragments.append(own)
+            self._load(state_dict | {"fragments": fragments})
             # Peers that also resume may have another checkpoint of the same outer step: compare
             # digests.
             self.compare_next = True
@@ -301,14 +319,17 @@ class GlobalState:
     def _load(
         self,
         state_dict: dict[str, Any],
-        copied: Sequence[Numbers],
-        *,
-        keeps_hyperparameters: bool = False,
+        copied: Sequence[Numbers] = (),
     ) -> None:
         copied = copied or [None] * len(self.fragments)
-        parts = zip(self.fragments, state_dict["fragments"], copied, strict=True)
+        parts = zip(
+            self.fragments,
+            state_dict["fragments"],
+            copied,
+            strict=True,
+        )
         for fragment, saved, numbers in parts:
-            load_outer_state(fragment, saved, numbers, keeps_hyperparameters=keeps_hyperparameters)
+            load_outer_state(fragment, saved, numbers)
         self.outer_step = state_dict["outer_step"]
         self.ledger.load_rows(state_dict["ledger"])
 
@@ -318,21 +339,8 @@ class GlobalState:
 # ranks may change until a resume.
 
 
-def outer_state(globals_: GlobalParameters, *, copies: bool = True) -> dict[str, Any]:
-    """The global tensors by name, and the outer optimizer's state; with shares, of this rank's.
-
-    Args:
-        globals_: The global parameters of one fragment.
-        copies: Whether to copy the tensors.
-    """
-    state = {"theta": globals_.tensors, "optimizer": globals_.optimizer.state_dict()}
-    take = Tensor.clone if copies else Tensor.detach
-    with torch.no_grad():
-        return tree_map_only(Tensor, take, state)
-
-
 def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Numbers:
-    """Copy what ``outer_state`` returned in another group.
+    """Copy what ``GlobalState.state_dict`` had of this fragment in another group.
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype.
@@ -343,7 +351,12 @@ def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Number
     is_pinned = globals_.flat.is_pinned()
     flat = torch.empty_like(globals_.flat, pin_memory=is_pinned)
     momentum = torch.empty_like(globals_.flat, pin_memory=is_pinned)
-    _copy(state, globals_, globals_.views(flat), globals_.views(momentum))
+    _copy(
+        state,
+        globals_,
+        globals_.views(flat),
+        globals_.views(momentum),
+    )
     return flat, momentum
 
 
@@ -351,31 +364,30 @@ def load_outer_state(
     globals_: GlobalParameters,
     state: Mapping[str, Any],
     copied: Numbers = None,
-    *,
-    keeps_hyperparameters: bool = False,
 ) -> None:
-    """Take over what ``outer_state`` returned, here or in another group.
+    """Take over what ``GlobalState.state_dict`` had of a fragment, here or in another group.
 
     Args:
         globals_: The global parameters of the same fragment.
-        state: What ``outer_state`` returned.
+        state: What it had.
         copied: What ``copy_numbers`` has made of it. The fragment continues in its memory.
-        keeps_hyperparameters: Keep this optimizer's own learning rate, momentum, ...
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
     """
     _check(state, globals_.tensors)
     if copied is None:
-        _copy(state, globals_, globals_.theta.values(), globals_.momenta)
+        _copy(
+            state,
+            globals_,
+            globals_.theta.values(),
+            globals_.momenta,
+        )
     else:
         globals_.move_to(*copied)
     for name, value in globals_.copied.values.items():
         value.copy_(state["theta"][name])
-    optimizer = state["optimizer"]
-    if keeps_hyperparameters:
-        optimizer = globals_.optimizer.state_dict() | {"state": optimizer["state"]}
-    globals_.load_optimizer(optimizer)
+    globals_.load_optimizer(state["optimizer"])
 
 
 @torch.no_grad()
@@ -396,29 +408,12 @@ def _copy(
             own.copy_(momentum)
 
 
-def cut(globals_: GlobalParameters, state: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of what ``whole_state_dict`` has of a fragment, on any number of ranks.
-
-    Raises:
-        ValueError: A tensor is missing or has another shape or dtype.
-    """
-    if not globals_.is_shared:
-        return state
-    whole = {name: torch.empty(shape, device="meta") for name, shape in globals_.shapes.items()}
-    _check(state, whole | globals_.copied.values)
-    index = list(globals_.theta).index
-
-    def own_part(name: str, tensor: Tensor) -> Tensor:
-        return globals_.theta_division.part_of(index(name), tensor)
-
-    return _each_tensor(globals_, state, own_part)
-
-
 def _each_tensor(
     globals_: GlobalParameters,
     state: dict[str, Any],
     change: Callable[[str, Tensor], Tensor],
 ) -> dict[str, Any]:
+    """Gather each tensor that the ranks share, or take this rank's part of each."""
     names = list(globals_.theta)
     theta = {name: change(name, state["theta"][name]) for name in names}
     changed = {}
@@ -450,7 +445,8 @@ def digest_of_tensors(tensors: Mapping[str, Tensor]) -> str:
     for name in sorted(tensors):
         here = tensors[name].detach().cpu()
         flat = here.contiguous().view(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        content = flat.view(torch.uint8).numpy()
+        digest.update(content.data)
     return digest.hexdigest()
 
 

@@ -129,8 +129,7 @@ def _mean_of_local(fragment: FragmentSync, weight: float) -> WeightedMean:
     A rank that has just seen a peer die is already at the vote while the other ranks are here. In a
     collective they would wait for it.
     """
-    layout = fragment.globals.layout
-    mean = WeightedMean(layout, fragment.device)
+    mean = WeightedMean(fragment.globals.layout)
     local = fragment.globals.local()
 
     def write(chunk: Chunk, into: Tensor) -> None:

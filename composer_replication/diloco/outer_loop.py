@@ -367,7 +367,7 @@ class OuterLoop:
         take seconds for which all groups wait.
         """
         self.state.compare_next = True
-        return self.state.state_dict(copies=False)
+        return self.state.state_dict()
 
     def _heal(self, state: dict[str, Any]) -> None:
         """Take over a donor's global state. torchft calls it inside ``start_quorum``."""

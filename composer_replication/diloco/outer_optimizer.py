@@ -16,7 +16,11 @@ LANES = 16
 differently than its single operations do, so those take the rest."""
 
 
-def nesterov_sgd(lr: float, momentum: float, nesterov: bool = True) -> OuterOptimizer:
+def nesterov_sgd(
+    lr: float,
+    momentum: float,
+    nesterov: bool = True,
+) -> OuterOptimizer:
     """The outer optimizer of DiLoCo (arXiv 2311.08105, section 3.1): SGD with Nesterov momentum.
 
     Without momentum Nesterov's rule is plain SGD, so ``nesterov`` then has no effect.

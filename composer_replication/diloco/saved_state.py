@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from composer_replication.diloco.fragment_sync import FragmentSync, Packed, Phase, Steps
 from composer_replication.diloco.outer_loop import OuterLoop
@@ -29,9 +30,9 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         of_group = fragment.mean.gather_residual()
         if of_group is not None:
             # By name, in the shapes of the parameters.
-            views = fragment.globals.whole_views(of_group.clone() if copies else of_group)
+            views = fragment.globals.whole_views(of_group)
             residual |= zip(fragment.globals.theta, views, strict=True)
-    return state.whole_state_dict(copies=copies) | {
+    saved = state.whole_state_dict() | {
         "since_sync": since_sync,
         "reading": state.ledger.local_state(),
         "in_flight": _in_flight(loop.in_flight),
@@ -40,6 +41,9 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         "usual_pace": loop.usual_pace.state_dict(),
         "residual": residual,
     }
+    if copies and not state.fragments[0].is_shared:  # what was gathered is a copy
+        return tree_map_only(Tensor, Tensor.clone, saved)
+    return saved
 
 
 def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
@@ -55,10 +59,12 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     loop.round_length.load_state_dict(saved["round_length"])
     loop.usual_pace.load_state_dict(saved["usual_pace"])
     residual = saved["residual"]
-    for fragment, counted in zip(loop.fragments, saved["since_sync"], strict=True):
+    pairs = zip(loop.fragments, saved["since_sync"], strict=True)
+    for fragment, counted in pairs:
         fragment.unsynced = Steps(*counted)
         if residual:
-            parts = [residual[name].reshape(-1) for name in fragment.globals.theta]
+            names = fragment.globals.theta
+            parts = [residual[name].reshape(-1) for name in names]
             fragment.mean.load_residual(parts)
     state.ledger.load_local_state(saved["reading"])
 
@@ -70,11 +76,14 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     """
     if fragment is None:
         return None
-    packed = fragment.packed if fragment.phase is Phase.SENT else fragment.unsent
+    packed = fragment.unsent
+    if fragment.phase is Phase.SENT:
+        packed = fragment.packed
     if packed is None or packed.local is None:
         return None
-    local = dict(zip(fragment.globals.tensors, packed.local, strict=True))
-    return {"fragment": fragment.fragment_id, **vars(packed), "local": local}
+    names = fragment.globals.tensors
+    local = dict(zip(names, packed.local, strict=True))
+    return {**vars(packed), "fragment": fragment.fragment_id, "local": local}
 
 
 def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
@@ -92,7 +101,8 @@ def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
     if saved is not None:
         packed = dict(saved)
         fragment = loop.fragments[packed.pop("fragment")]
-        packed["local"] = [saved["local"][name] for name in fragment.globals.tensors]
+        local = saved["local"]
+        packed["local"] = [local[name] for name in fragment.globals.tensors]
         fragment.restore(Packed(**packed))
     loop.set_torchft_step()
     return saved is not None

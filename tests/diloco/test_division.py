@@ -45,7 +45,7 @@ def one_rank(process, folder):
     if rank == 2:  # the others are elsewhere, as at a cold start in which a peer has died
         local = parameters["third"].detach()
         layout = Layout(Division([local], world, are_held=True), [local])
-        mean = WeightedMean(layout, CPU)
+        mean = WeightedMean(layout)
         mean.pack(written([local]), 1.0, asks_ranks=False)
         assert mean.norm > 0 and mean.contribution == 1.0
 

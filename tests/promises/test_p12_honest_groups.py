@@ -158,7 +158,7 @@ def test_neither_buffers_nor_the_residual_nor_frozen_layers_count_as_moved():
     tensors = torch.full((4,), 2.0), torch.zeros(60), torch.full((9,), 100.0)
     share = Division(tensors)
     layout = Layout(share, tensors, 2)
-    mean = QuantizedMean(layout, torch.device("cpu"), wire_format="fp4")
+    mean = QuantizedMean(layout, wire_format="fp4")
     mean.residual += 50.0
     mean.pack(written(tensors), 1.0)
     assert (mean.moved, mean.moved_each) == (4.0, 2.0)

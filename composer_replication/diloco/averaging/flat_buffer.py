@@ -14,7 +14,9 @@ def fresh_pages(num_bytes: int) -> mmap.mmap:
 
     A ``bytearray`` would be written once more when it is made, and would fault in 4 KB at a time.
     """
-    pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size = max(1, num_bytes)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pages = mmap.mmap(-1, size, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel was built without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -38,7 +40,7 @@ class FlatMemory:
         self._device = device
         self._can_be_lent = device.type == "cpu" and hasattr(mmap, "MADV_FREE")
         self._pages: mmap.mmap | None = None
-        self._spare: Tensor | None = None
+        self._spare = Tensor()
 
     def take(self, num_elements: int) -> Tensor:
         """Return the buffer, 1-D and uninitialised, or a new one.
@@ -49,8 +51,8 @@ class FlatMemory:
         if not self._can_be_lent or not num_elements:
             return torch.empty(num_elements, device=self._device)
         taken = self._spare
-        self._spare = None
-        if taken is None or taken.numel() != num_elements:
+        self._spare = Tensor()
+        if taken.numel() != num_elements:
             self._pages = fresh_pages(4 * num_elements)
             taken = torch.frombuffer(self._pages, dtype=torch.float32)
         return taken

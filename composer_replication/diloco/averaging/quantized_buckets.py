@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -59,7 +60,8 @@ class QuantizedBucket:
         self._format = wire_format
         self.has_means = groups > 2
         self._num_parts = groups if self.has_means else 1
-        units = -(-values.numel() // (self._num_parts * PART))
+        unit = self._num_parts * PART
+        units = math.ceil(values.numel() / unit)
         self._size = max(1, units) * PART
         # On a CPU the values of a frame are still in cache when they are read again. All groups of
         # a run have the same kind of device, and therefore the same frames.
@@ -68,9 +70,13 @@ class QuantizedBucket:
         encoded = 0
         for start in range(0, self._size, step):
             size = min(step, self._size - start)
-            elements = slice(start, start + size)
             stop = encoded + wire_format.num_bytes(size)
-            self._frames.append(Frame(elements, slice(encoded, stop), size))
+            frame = Frame(
+                elements=slice(start, start + size),
+                encoded=slice(encoded, stop),
+                size=size,
+            )
+            self._frames.append(frame)
             encoded = stop
         message = WEIGHT + encoded
         self.num_bytes = message
@@ -102,14 +108,19 @@ class QuantizedBucket:
         for index, part in enumerate(self._sent):
             # Of the part that it averages itself, it reads nothing that was sent.
             if index != self._rank or not self.has_means:
-                self._encode(self._part(self.values, index), part)
+                values = self._part(self.values, index)
+                self._encode(values, part)
         weights, self._received = _weights_and_parts(received, self._groups)
         self.received_weights = weights.squeeze(1)
         if self.has_means:
             return manager.all_to_all(received, sent)
         return manager.all_gather(received, sent)
 
-    def start_second(self, manager: DiLoCoManager, weights: Sequence[float]) -> Any:
+    def start_second(
+        self,
+        manager: DiLoCoManager,
+        weights: Sequence[float],
+    ) -> Any:
         """Average this group's part and start the second message, once the first has arrived.
 
         Args:
@@ -136,7 +147,8 @@ class QuantizedBucket:
             parts[self._rank] = exact
             mean[size:] = 0.0  # it is encoded too
             self._average(parts, mean[:size])
-            self._format.encode(mean[: frame.size], own[frame.encoded])
+            encoded = own[frame.encoded]
+            self._format.encode(mean[: frame.size], encoded)
             # Without a weight here this group is not in the sum: it contributes nothing, or the
             # connections are those of another quorum, as the peer table says to all.
             if weights[self._rank]:
@@ -197,50 +209,68 @@ class QuantizedBucket:
                 mean = self._decode(self._means[index], frame, scratch)
                 own.copy_(mean[: own.numel()])
 
-    def _average(self, parts: Sequence[Tensor], into: Tensor) -> None:
+    def _average(
+        self,
+        parts: Sequence[Tensor],
+        into: Tensor,
+    ) -> None:
         """Write the weighted mean of what the groups have sent; zeros if none has a weight."""
-        is_first = True
+        into.zero_()
         for weight, part in zip(self.weights, parts, strict=True):
-            share = weight / self._total
-            if not weight:  # 0 * nan is nan
-                continue
-            if is_first:
-                torch.mul(part, share, out=into)
-            else:
-                into.add_(part, alpha=share)
-            is_first = False
-        if is_first:
-            into.zero_()
+            if weight:  # 0 * nan is nan
+                into.add_(part, alpha=weight / self._total)
 
-    def _keep_error(self, values: Tensor, sent: Tensor, into: Tensor) -> None:
+    def _keep_error(
+        self,
+        values: Tensor,
+        sent: Tensor,
+        into: Tensor,
+    ) -> None:
         """Write what rounding has taken from the sum: this group's values minus what it sent."""
         torch.sub(values, sent[: values.numel()], out=into)
         weight = self.weights[self._rank]
         if weight != 1.0:
             into.mul_(weight)
 
-    def _part(self, values: Tensor, index: int) -> Tensor:
-        return values[index * self._size : (index + 1) * self._size]
+    def _part(
+        self,
+        values: Tensor,
+        index: int,
+    ) -> Tensor:
+        start = index * self._size
+        return values[start : start + self._size]
 
-    def _encode(self, part: Tensor, into: Tensor) -> None:
+    def _encode(
+        self,
+        part: Tensor,
+        into: Tensor,
+    ) -> None:
         """Encode a part of the values. The last parts may be shorter and are padded with zeros."""
         for frame in self._frames:
             values = part[frame.elements]
             missing = frame.size - values.numel()
-            padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
-            self._format.encode(padded, into[frame.encoded])
+            if missing:
+                values = torch.nn.functional.pad(values, (0, missing))
+            self._format.encode(values, into[frame.encoded])
 
-    def _decode(self, encoded: Tensor, frame: Frame, into: Tensor) -> Tensor:
+    def _decode(
+        self,
+        encoded: Tensor,
+        frame: Frame,
+        into: Tensor,
+    ) -> Tensor:
         """Decode a frame of an encoded part, or of rows of them."""
         decoded = into[..., : frame.size]
         self._format.decode(encoded[..., frame.encoded], decoded)
         return decoded
 
     def _scratch(self, *rows: int) -> Tensor:
-        return torch.empty(*rows, self._frames[0].size, device=self.values.device)
+        size = self._frames[0].size
+        return torch.empty(*rows, size, device=self.values.device)
 
 
 def _weights_and_parts(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The weights of a message of so many rows, shape (count, 1), and what follows each: views."""
     rows = message.view(count, -1)
-    return rows[:, :WEIGHT].view(torch.float32), rows[:, WEIGHT:]
+    weights, parts = rows.tensor_split([WEIGHT], dim=1)
+    return weights.view(torch.float32), parts

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -59,16 +58,18 @@ class QuantizedMean(WeightedMean):
 
     Args:
         layout: See ``WeightedMean``.
-        device: Where the messages live.
         wire_format: ``bfloat16``, ``int8`` or ``fp4``.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, wire_format: str) -> None:
-        super().__init__(layout, device)
+    def __init__(
+        self,
+        layout: Layout,
+        wire_format: str,
+    ) -> None:
+        super().__init__(layout)
         self._format = make_wire_format(wire_format)
-        self._message_memory = FlatMemory(device)
-        size = self.division.stop - self.division.start
-        self.residual = torch.zeros(size, device=self.device)
+        self._message_memory = FlatMemory(self.device)
+        self.residual = torch.zeros(self.division.share, device=self.device)
         """The residual of this rank's share, 1-D fp32: what rounding has taken from the sum."""
 
     SLACK = 2.5
@@ -76,7 +77,12 @@ class QuantizedMean(WeightedMean):
     half of the norm each time."""
     _is_weighted = False
 
-    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
+    def _prepare(
+        self,
+        place: slice,
+        values: Tensor,
+        contribution: float,
+    ) -> None:
         # Error feedback: what rounding has taken from earlier sums is sent now. It adds as much to
         # this sum, whatever this group weighed then and weighs now.
         if contribution:
@@ -86,14 +92,25 @@ class QuantizedMean(WeightedMean):
         groups = manager.num_participants()
         rank = manager.participating_rank()
         assert rank is not None, "torchft gives every group of a synchronous quorum a rank"
-        own = self.flat[self.division.start : self.division.stop]
-        several = -(-own.numel() // (LEAST_MESSAGES * PART)) * PART
-        parts = own.split(min(self.division.bucket, several))
-        buckets = [QuantizedBucket(part, groups, rank, self._format) for part in parts]
-        self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
-        memory_bytes = sum(bucket.memory_bytes for bucket in buckets)
+        own = self.flat[self.division.place]
+        parts_each = math.ceil(own.numel() / (LEAST_MESSAGES * PART))
+        size = min(self.division.bucket, parts_each * PART)
+        parts = own.split(size)
+        buckets = []
+        self.num_bytes = 0
+        memory_bytes = 0
+        for part in parts:
+            bucket = QuantizedBucket(part, groups, rank, self._format)
+            buckets.append(bucket)
+            self.num_bytes += bucket.num_bytes
+            memory_bytes += bucket.memory_bytes
         memory = self._message_memory.take(memory_bytes // 4)
-        self._exchange = Exchange(manager, buckets, self.contribution, memory)
+        self._exchange = Exchange(
+            manager,
+            buckets,
+            self.contribution,
+            memory,
+        )
         return [self._exchange]
 
     def _arrived(self) -> tuple[float, float]:
@@ -109,7 +126,8 @@ class QuantizedMean(WeightedMean):
         self.divisor = 1.0
         if self._exchange.total:
             buckets = self._exchange.buckets
-            errors = self.residual.split([bucket.values.numel() for bucket in buckets])
+            sizes = [bucket.values.numel() for bucket in buckets]
+            errors = self.residual.split(sizes)
             for bucket, error in zip(buckets, errors, strict=True):
                 bucket.finish(error if self.contribution else None)
         return self._exchange.total
@@ -124,22 +142,15 @@ class QuantizedMean(WeightedMean):
         self._exchange: Exchange | None = None
 
     def gather_residual(self) -> Tensor:
-        whole = self.residual
-        if self.division.num_shares > 1:
-            whole = whole.new_zeros(self.division.padded)
-            whole[self.division.start : self.division.stop] = self.residual
-            self.division.gather(whole)
-        return whole[: sum(self.division.whole_sizes)]
+        return self.division.gathered(self.residual)
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
-        whole = torch.cat([tensor.to(self.device) for tensor in tensors])
-        own = whole[self.division.start : self.division.stop]
+        here = [tensor.to(self.device) for tensor in tensors]
+        whole = torch.cat(here)
+        own = whole[self.division.place]
         self.residual[: own.numel()] = own  # what pads it is zeros
 
-    def forget_residual(self, tensors: Collection[int] | None = None) -> None:
-        if tensors is None:
-            self.residual.zero_()
-            return
+    def forget_residual(self, tensors: Iterable[int]) -> None:
         sizes = self.division.sizes
         parts = self.residual[: sum(sizes)].split(sizes)
         for index in tensors:
@@ -176,17 +187,20 @@ class Exchange:
         """The sum of all contributions; not a number if not all buckets have the same ones."""
         self.norm = math.nan
         """A norm of which the mean is no longer, without this group's own part."""
+        works = []
+        sizes = [bucket.memory_bytes for bucket in buckets]
+        parts = memory.view(torch.uint8).split(sizes)
         with torch.no_grad():
-            sizes = [bucket.memory_bytes for bucket in buckets]
-            parts = memory.view(torch.uint8).split(sizes)
-            works = [
-                bucket.start_first(manager, contribution, part)
-                for bucket, part in zip(buckets, parts, strict=True)
-            ]
+            for bucket, part in zip(buckets, parts, strict=True):
+                work = bucket.start_first(manager, contribution, part)
+                works.append(work)
         # Without a thread the second messages would start only when training next waits, and the
         # sync would not overlap with it.
         self._thread = threading.Thread(
-            target=self._run, args=(works,), name="exchange", daemon=True
+            target=self._run,
+            args=(works,),
+            name="exchange",
+            daemon=True,
         )
         self._thread.start()
 
@@ -223,7 +237,7 @@ class Exchange:
         if self.buckets[0].has_means:
             self.norm = float(norms.norm())
         else:
-            weighted = norms @ torch.tensor(weights).double()
+            weighted = norms @ torch.tensor(weights, dtype=torch.float64)
             self.norm = float(weighted) / (self.total or 1.0)
 
     @contextmanager
@@ -235,15 +249,13 @@ class Exchange:
         except Exception as error:
             self._manager.report_error(error)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self) -> None:
         """Wait for the last message. Errors are reported to the manager, not raised."""
-        del timeout  # the manager's timeout bounds each message
-        self._thread.join()
-        return True
+        self._thread.join()  # the manager's timeout bounds each message
 
 
-def make_mean(layout: Layout, device: torch.device, wire_format: str) -> WeightedMean:
+def make_mean(layout: Layout, wire_format: str) -> WeightedMean:
     """Return the mean for a wire format."""
     if wire_format == WIRE_FORMATS[0]:
-        return WeightedMean(layout, device)
-    return QuantizedMean(layout, device, wire_format)
+        return WeightedMean(layout)
+    return QuantizedMean(layout, wire_format)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,21 +34,21 @@ class WeightedMean:
 
     Args:
         layout: The order of what this rank sends of the tensors. It is the same in all groups.
-        device: Where the messages live.
 
     Attributes:
+        device: Where the messages live, and the model.
         messages: The 1-D fp32 tensors that are summed over the groups in place.
         flat: The memory of all ranks' shares, of which this rank's has what is sent.
         sums: ``divisor`` times the mean, 1-D fp32: this rank's share of each tensor.
     """
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.device = device
+        self.device = layout.device
         self.division = layout.division
-        self._memory = FlatMemory(device)
+        self._memory = FlatMemory(self.device)
         self.abandon()
-        self.num_bytes_float32 = 4 * (self.division.stop - self.division.start + 1)
+        self.num_bytes_float32 = 4 * (self.division.share + 1)
         self.num_bytes = self.num_bytes_float32
         """Bytes of this rank's messages, as they travel and as they would in fp32. Each of k groups
         sends 2 (k - 1) / k of that to the others: with two groups, all of it."""
@@ -86,12 +86,13 @@ class WeightedMean:
         self.abandon()
         division = self.division
         self.flat = self._memory.take(division.padded)
-        to_send = self.flat[division.start : division.stop]
+        to_send = self.flat[division.place]
         self.sums = to_send[: self.layout.num_elements]
         sums = self._write(write, contribution)
         if asks_ranks:
             sums = division.sum(sums)
-        self.norm, self.sent_norm, self.moved, elements = sums.sqrt().tolist()
+        norms = sums.sqrt().tolist()
+        self.norm, self.sent_norm, self.moved, elements = norms
         self.moved_each = self.moved / (elements or 1.0)
         self.is_left_out = False
         self.contribution = contribution if self.is_finite else 0.0
@@ -104,7 +105,11 @@ class WeightedMean:
         weight = torch.full((1,), self.contribution, device=self.device)
         self.messages = [*to_send.split(division.bucket), weight]
 
-    def _write(self, write: Write, contribution: float) -> Tensor:
+    def _write(
+        self,
+        write: Write,
+        contribution: float,
+    ) -> Tensor:
         """Write all values, and sum squares.
 
         Returns:
@@ -120,17 +125,23 @@ class WeightedMean:
             squares.add(parts, chunk.indices)
             self._prepare(chunk.place, values, contribution)
             if not self._is_weighted:
-                squares.add(parts, [count + index for index in chunk.indices])
+                sent = [count + index for index in chunk.indices]
+                squares.add(parts, sent)
         copies = torch.tensor(self.division.copies, dtype=torch.float64)
         of_values = squares.by_tensor[:count] / copies
         of_sent = squares.by_tensor[-count:] / copies
         moved = of_values[: self.layout.num_parameters]
         sizes = torch.tensor(self.division.sizes) / copies
-        elements = sizes[: len(moved)][moved > 0]
-        sums = [each.sum() for each in (of_values, of_sent, moved, elements)]
-        return torch.stack(sums)
+        sizes_moved = sizes[: len(moved)][moved > 0]
+        sums = map(torch.sum, (of_values, of_sent, moved, sizes_moved))
+        return torch.stack([*sums])
 
-    def _prepare(self, place: slice, values: Tensor, contribution: float) -> None:
+    def _prepare(
+        self,
+        place: slice,
+        values: Tensor,
+        contribution: float,
+    ) -> None:
         """Weight values that are at this place of the rank's share."""
         del place
         if contribution not in (0.0, 1.0):
@@ -140,21 +151,33 @@ class WeightedMean:
         """Start the allreduce of all messages, and return its Works. Wait for each of them."""
         works: list[Any] = []
         for message in self.messages:
-            works.append(manager.allreduce(message, reduce_op=ReduceOp.SUM))  # pyright: ignore[reportArgumentType]
+            work = manager.allreduce(message, reduce_op=ReduceOp.SUM)  # pyright: ignore[reportArgumentType]
+            works.append(work)
         squares = Squares(len(self.division.sizes))
         self._squares = squares
         bucket = self.division.bucket
         for index, work in enumerate(works[:-1]):
             start = index * bucket
             # While later messages are on their way.
-            note_arrived = partial(self._add_squares, squares, start, start + bucket)
+            note_arrived = partial(
+                self._add_squares,
+                squares,
+                start,
+                start + bucket,
+            )
             works[index] = Then(work, note_arrived)
         return works
 
-    def _add_squares(self, squares: Squares, start: int, stop: int) -> None:
+    def _add_squares(
+        self,
+        squares: Squares,
+        start: int,
+        stop: int,
+    ) -> None:
         chunk = self.layout.chunk(start, stop)
         values = self.sums[chunk.place]
-        squares.add(values.split(chunk.sizes), chunk.indices)
+        parts = values.split(chunk.sizes)
+        squares.add(parts, chunk.indices)
 
     # What has arrived, before the vote.
 
@@ -178,8 +201,8 @@ class WeightedMean:
         total = float(self.messages[-1])
         if not total:
             return 0.0, 0.0
-        norm = math.sqrt(float(self.squares().sum()))
-        return total, norm / total
+        square = float(self.squares().sum())
+        return total, math.sqrt(square) / total
 
     def doubt(self, metrics: Collection[GroupMetrics]) -> str:
         """Return what is wrong with the mean that has arrived; empty if nothing is.
@@ -194,7 +217,8 @@ class WeightedMean:
         total, norm = self._arrived()
         if not math.isclose(total, expected, rel_tol=1e-3):
             return f"the weights sum to {total:g}, and those of the groups to {expected:g}"
-        sent = sum(group.contribution * group.sent_norm for group in metrics) / (expected or 1.0)
+        weighted = sum(group.contribution * group.sent_norm for group in metrics)
+        sent = weighted / (expected or 1.0)
         if not norm <= self.SLACK * sent + UNSEEN:
             return f"the mean has norm {norm:g}, and what the groups sent has {sent:g}"
         return ""
@@ -216,9 +240,13 @@ class WeightedMean:
             The ranks whose messages are not finite, too long, or of another weight.
         """
         *of_values, of_weight = self.messages
-        parts = [self._gather_message(manager, message).norm(dim=1) for message in of_values]
+        parts = []
+        for message in of_values:
+            gathered = self._gather_message(manager, message)
+            parts.append(gathered.norm(dim=1))
         norms = torch.stack(parts).norm(dim=0).tolist()
-        weights = self._gather_message(manager, of_weight).flatten().tolist()
+        gathered = self._gather_message(manager, of_weight)
+        weights = gathered.flatten().tolist()
         unsound = set(range(len(norms)))
         for rank, group in metrics.items():
             weight = group.contribution if self._is_weighted else 1.0
@@ -247,11 +275,17 @@ class WeightedMean:
             self.contribution = 0.0
             self.is_left_out = True
 
-    def _gather_message(self, manager: DiLoCoManager, message: Tensor) -> Tensor:
+    def _gather_message(
+        self,
+        manager: DiLoCoManager,
+        message: Tensor,
+    ) -> Tensor:
         """The message of each group: a row for each."""
-        gathered = message.new_zeros(manager.num_participants(), message.numel())
+        groups = manager.num_participants()
+        gathered = message.new_zeros(groups, message.numel())
         if message.numel():
-            manager.all_gather(gathered.view(-1), message).wait()
+            work = manager.all_gather(gathered.view(-1), message)
+            work.wait()
         return gathered
 
     @property
@@ -284,12 +318,13 @@ class WeightedMean:
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
         """Load what ``gather_residual`` returned, as 1-D tensors, on any number of ranks."""
 
-    def forget_residual(self, tensors: Collection[int] | None = None) -> None:
-        """Reset the residual to zero: all of it, or of some tensors by index."""
+    def forget_residual(self, tensors: Iterable[int]) -> None:
+        """Reset the residual of these tensors, by index, to zero."""
 
     def touch_memory(self) -> None:
         """Write to the memory of the messages, so that the first ``pack`` has no page faults."""
-        self._memory.give_back(self._memory.take(self.division.padded).zero_())
+        memory = self._memory.take(self.division.padded)
+        self._memory.give_back(memory.zero_())
 
     def clear(self) -> None:
         """Allow the memory of the messages to be reclaimed, after all that was sent has ended."""

@@ -31,11 +31,19 @@ class WireFormat(ABC):
         return sum(sections(self.name, num_elements))
 
     @abstractmethod
-    def encode(self, values: Tensor, into: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        into: Tensor,
+    ) -> None:
         """Quantize finite 1-D fp32 values into 1-D uint8, aligned to 4 bytes."""
 
     @abstractmethod
-    def decode(self, encoded: Tensor, into: Tensor) -> None:
+    def decode(
+        self,
+        encoded: Tensor,
+        into: Tensor,
+    ) -> None:
         """Dequantize what ``encode`` has written, into fp32.
 
         Args:
@@ -44,10 +52,15 @@ class WireFormat(ABC):
             into: fp32, 1-D, or as many rows.
         """
 
-    def _split(self, encoded: Tensor, num_elements: int) -> list[Tensor]:
+    def _split(
+        self,
+        encoded: Tensor,
+        num_elements: int,
+    ) -> list[Tensor]:
         """Views of the header, the scales and the codes of a message, or of rows of messages."""
-        parts = encoded.split(sections(self.name, num_elements), dim=-1)
-        return [part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
+        sizes = sections(self.name, num_elements)
+        parts = encoded.split(sizes, dim=-1)
+        return [*map(Tensor.view, parts, self._dtypes)]
 
 
 class BFloat16(WireFormat):
@@ -55,10 +68,18 @@ class BFloat16(WireFormat):
 
     name = "bfloat16"
 
-    def encode(self, values: Tensor, into: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        into: Tensor,
+    ) -> None:
         into.view(torch.bfloat16).copy_(values)
 
-    def decode(self, encoded: Tensor, into: Tensor) -> None:
+    def decode(
+        self,
+        encoded: Tensor,
+        into: Tensor,
+    ) -> None:
         into.copy_(encoded.view(torch.bfloat16))
 
 
@@ -69,16 +90,26 @@ class Int8(WireFormat):
     _block = SIZES["int8"].block
     _dtypes = (torch.uint8, torch.float32, torch.int8)
 
-    def encode(self, values: Tensor, into: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        into: Tensor,
+    ) -> None:
         _, scales, codes = self._split(into, values.numel())
         blocks = values.view(-1, self._block)
         largest = blocks.abs().amax(1)
-        torch.div(largest, on(values.device, 127.0), out=scales)
+        most = on(values.device, 127.0)
+        torch.div(largest, most, out=scales)
         scales.clamp_(min=SMALLEST)
-        rounded = blocks.div(scales.unsqueeze(1)).round_()
+        rounded = blocks.div(scales.unsqueeze(1))
+        rounded.round_()
         codes.copy_(rounded.view(-1))
 
-    def decode(self, encoded: Tensor, into: Tensor) -> None:
+    def decode(
+        self,
+        encoded: Tensor,
+        into: Tensor,
+    ) -> None:
         _, scales, codes = self._split(encoded, into.shape[-1])
         into.copy_(codes)
         blocks = into.unflatten(-1, (-1, self._block))
@@ -101,38 +132,55 @@ class Fp4(WireFormat):
     _largest = 7.0
     _scale_shift = 20  # of fp32's 23 bits of mantissa, 3 are kept
 
-    def encode(self, values: Tensor, into: Tensor) -> None:
+    def encode(
+        self,
+        values: Tensor,
+        into: Tensor,
+    ) -> None:
         head, scales, codes = self._split(into, values.numel())
         blocks = values.view(-1, self._block)
-        largest = blocks.abs().amax(1).clamp_(min=SMALLEST)
+        largest = blocks.abs().amax(1)
+        largest.clamp_(min=SMALLEST)
         # Each block's scale: its largest magnitude, rounded up.
         bits = largest.view(torch.int32)
         bits.add_(2**self._scale_shift - 1)
         bits.bitwise_right_shift_(self._scale_shift)
-        torch.sub(bits.amax(0, keepdim=True), 255, out=head)
+        top = bits.amax(0, keepdim=True)
+        torch.sub(top, 255, out=head)
         torch.maximum(bits, head, out=bits)
         torch.sub(bits, head, out=scales)
         bits.bitwise_left_shift_(self._scale_shift)
         # On every device as ``largest / scale`` is on a CPU, which rounds twice.
-        factors = bits.view(torch.float32).reciprocal_()
+        factors = bits.view(torch.float32)
+        factors.reciprocal_()
         factors.mul_(self._largest)
-        rounded = blocks.mul(factors.unsqueeze(1)).round_()
-        low, high = rounded.to(torch.int8).view(2, -1)
+        rounded = blocks.mul(factors.unsqueeze(1))
+        rounded.round_()
+        integers = rounded.to(torch.int8)
+        low, high = integers.view(2, -1)
         high.bitwise_left_shift_(4)
         low.bitwise_and_(15)
         torch.bitwise_or(high, low, out=codes)
 
-    def decode(self, encoded: Tensor, into: Tensor) -> None:
+    def decode(
+        self,
+        encoded: Tensor,
+        into: Tensor,
+    ) -> None:
         head, scales, codes = self._split(encoded, into.shape[-1])
-        bits = scales.int().add_(head)
+        bits = scales.int()
+        bits.add_(head)
         bits.bitwise_left_shift_(self._scale_shift)
         factors = bits.view(torch.float32)
-        factors.div_(on(bits.device, self._largest))
+        largest = on(bits.device, self._largest)
+        factors.div_(largest)
         # Both halves of each byte, with their signs.
         shifts = on(bits.device, 4, 0, dtype=torch.int8)
-        halves = codes.unsqueeze(-2).bitwise_left_shift(shifts.unsqueeze(1))
+        rows = codes.unsqueeze(-2)
+        halves = rows.bitwise_left_shift(shifts.unsqueeze(1))
         halves.bitwise_right_shift_(4)
-        into.unflatten(-1, (2, -1)).copy_(halves)
+        both = into.unflatten(-1, (2, -1))
+        both.copy_(halves)
         blocks = into.unflatten(-1, (-1, self._block))
         blocks.mul_(factors.unsqueeze(-1))
 
@@ -153,4 +201,5 @@ def on(
 
 def make_wire_format(name: str) -> WireFormat:
     """Return the wire format of that name. float32 has none: it is summed directly."""
-    return {cls.name: cls for cls in (BFloat16, Int8, Fp4)}[name]()
+    formats = {cls.name: cls for cls in (BFloat16, Int8, Fp4)}
+    return formats[name]()

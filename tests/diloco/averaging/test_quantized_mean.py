@@ -59,9 +59,7 @@ def average(sim, mean, step):
 def make_mean(wire_format, bucket=512):
     division = Division(map(torch.empty, SIZES))
     division.bucket = bucket
-    return QuantizedMean(
-        Layout(division, [*map(torch.empty, SIZES)]), torch.device("cpu"), wire_format=wire_format
-    )
+    return QuantizedMean(Layout(division, [*map(torch.empty, SIZES)]), wire_format=wire_format)
 
 
 @pytest.mark.parametrize("wire_format", ENCODED)
