@@ -65,6 +65,8 @@ def info_of(process: subprocess.Popen[str], address: str, token: str) -> httpx.R
 class Run:
     """A coordinator and its groups."""
 
+    replicas = 3
+
     def __init__(
         self, folder: Path, diloco: str = "sync_every: 20, num_fragments: 2, schedule: []"
     ) -> None:
@@ -81,7 +83,7 @@ class Run:
 
     def start_coordinator(self) -> subprocess.Popen[str]:
         options = ["--bind", f"127.0.0.1:{self.port}", "--state-dir", self.folder / "state"]
-        options += ["--replicas", "3"]
+        options += ["--replicas", self.replicas]
         process = command("coordinator", self.config, *options, start=ForkedCommand)
         self.processes.append(process)
         info_of(process, self.address, TOKEN)

@@ -26,14 +26,14 @@ from composer_replication.group.run_folder import STATUS
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
-GROUPS = 3
 SCRIPT = Path(__file__).with_name("leased_group.py")
 
 
 class LeaseRun(Run):
     """A coordinator, and groups that are started again when they have died."""
 
-    def __init__(self, folder, **plan):
+    def __init__(self, folder, replicas=3, **plan):
+        self.replicas = replicas
         self.plan = {
             "run_dir": str(folder / "run"),
             "length": 4000,
@@ -48,8 +48,8 @@ class LeaseRun(Run):
         self.groups = {}
         self.num_starts = self.num_left = 0
 
-    def start_groups(self, count=GROUPS):
-        for replica_id in range(count):
+    def start_groups(self):
+        for replica_id in range(self.replicas):
             self.start_group(replica_id)
 
     def start_coordinator(self):
@@ -141,8 +141,8 @@ class LeaseRun(Run):
 def run_of(tmp_path):
     runs = []
 
-    def make(**plan):
-        runs.append(LeaseRun(tmp_path, **plan))
+    def make(*replicas, **plan):
+        runs.append(LeaseRun(tmp_path, *replicas, **plan))
         return runs[-1]
 
     yield make
@@ -165,7 +165,7 @@ def kill_at_random(run, kills, draw):
     while not run.restart_the_dead():
         now = time.monotonic()
         if kills and now > next_kill:
-            replica_id = draw.randrange(GROUPS)
+            replica_id = draw.randrange(run.replicas)
             # Whoever dies, somebody who has the state lives: this is not about checkpoints.
             if run.is_alive(replica_id) and run.those_in_training() - {replica_id}:
                 run.groups[replica_id].kill()
@@ -186,7 +186,7 @@ def test_groups_are_killed_at_random(run_of):
     run.start_groups()
     run.wait_for_outer_steps(2)
     assert kill_at_random(run, 6, random.Random(2)) >= 2
-    assert run.num_starts == GROUPS + 6 + run.num_left
+    assert run.num_starts == run.replicas + 6 + run.num_left
 
     twice = list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
@@ -210,7 +210,7 @@ def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samp
     assert not row["is_alive"]
     run.groups[1].signal(signal.SIGCONT)
     run.wait_until(run.restart_the_dead)
-    assert run.num_starts == GROUPS
+    assert run.num_starts == run.replicas
 
     list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
@@ -222,7 +222,7 @@ def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samp
 
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
-    run = run_of(length=4800, fragments=2, save_interval="30ba")
+    run = run_of(2, length=3600, fragments=2, save_interval="30ba")
     reported = []  # to the coordinator, when all were dead
     for kills in range(3):
         run.start_groups()
@@ -235,14 +235,14 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
         reported.append(run.status()["outer_step"])
         if kills == 1:
             run.restart_coordinator()
-            shutil.rmtree(f"{run.plan['run_dir']}/replica_2/checkpoints")
+            shutil.rmtree(f"{run.plan['run_dir']}/replica_1/checkpoints")
     run.wait_until(run.restart_the_dead)
-    assert run.num_starts == 3 * GROUPS
+    assert run.num_starts == 3 * run.replicas
 
     twice = list(run.check_that_all_is_in_once())
     status = run.status()
     (dataset,) = status["datasets"]
-    assert dataset["epochs"][0]["done"] == 4800
+    assert dataset["epochs"][0]["done"] == 3600
     run.check_those_in_part(twice)
     resumes = events_of(Path(run.plan["run_dir"], "replica_0"), "resume")
     resumed = [resume["outer_step"] for resume in resumes]
@@ -255,22 +255,22 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
     assert {text for text in said if "continues from outer step" in text} == expected
 
 
-@pytest.mark.parametrize(("kind", "groups", "ranks"), [("old", 3, 1), ("lost", 2, 2)])
-def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, groups, ranks):
+@pytest.mark.parametrize(("kind", "ranks"), [("old", 1), ("lost", 2)])
+def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks):
     """It is killed, and comes back on an older copy, or on an empty folder.
 
     What was leased by then and is not in that state may be in the model twice: it says how much.
     """
-    run = run_of(length=4000, fragments=2, ranks=ranks, step_s=0.02 * ranks)
+    run = run_of(2, length=4000, fragments=2, ranks=ranks, step_s=0.02 * ranks)
     state = run.folder / "state"
-    run.start_groups(groups)
+    run.start_groups()
     run.wait_for_outer_steps(6)
     with sqlite3.connect(state / "coordinator.sqlite") as database:
         database.execute(f"VACUUM INTO '{run.folder / 'copy'}'")
     copied_at = run.status()["outer_step"]
-    run.groups[groups - 1].kill()  # it comes back with another session, and another stream
+    run.groups[1].kill()  # it comes back with another session, and another stream
     run.restart_the_dead()
-    run.wait_until(lambda: len(run.those_in_training()) == groups)
+    run.wait_until(lambda: len(run.those_in_training()) == run.replicas)
     run.wait_for_outer_steps(16)
     run.coordinator.kill()
     run.coordinator.wait()
@@ -283,7 +283,7 @@ def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, group
         run.wait_until(lambda: run.status()["samples_gap"])
         run.groups[1].kill()
     run.wait_until(run.restart_the_dead)
-    assert run.num_starts == groups + 1 + (kind == "lost")
+    assert run.num_starts == run.replicas + 1 + (kind == "lost")
 
     twice = list(run.check_that_all_is_in_once())
     status = run.status()
