@@ -205,7 +205,7 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
         assert (mine - theirs).abs().max() < 1e-6
 
 
-# A process that has looked for CUDA cannot be forked. Else forks need not import.
+# A process that has looked for CUDA cannot be forked. Elsewhere forks need not import.
 context = multiprocessing.get_context("spawn" if DEVICE == "cuda" else "forkserver")
 if DEVICE != "cuda":
     context.set_forkserver_preload(["pytest", "harness.groups", make_manager.__module__])

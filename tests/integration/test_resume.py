@@ -119,7 +119,8 @@ CASES = [
     case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba"),
     case("in_flight", "adamw", "full", ema="2ba"),
 ]
-"""One group of one rank is tests/callback/test_resume.py."""
+"""Each of the settings, inner optimizers and kinds of checkpoint at least once. One group of one
+rank is in tests/callback/test_resume.py."""
 
 
 @pytest.fixture(scope="module")
