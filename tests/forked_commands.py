@@ -3,8 +3,8 @@
 ``ForkedCommand`` is ``subprocess.Popen`` in everything but its start: the process is a child of the
 one that started it, with the pid, session, pipes, environment and exit status that it would have.
 Only the start of the interpreter and the imports are shared, which take 5 s of a processor. What an
-import leaves, such as Composer's handler of SIGTERM, is there from the start. Of each command at
-least one test starts a fresh process.
+import leaves, such as Composer's handler of SIGTERM, is there from the start. Of each command of
+the package at least one test starts a fresh process.
 
 A fork needs a parent without threads. So a small server forks, and steps out of the family: the
 process that serves a request forks twice, and the one between ends. The kernel gives its child to

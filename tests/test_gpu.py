@@ -205,6 +205,11 @@ def test_one_group_over_nccl_is_its_inner_optimizer_alone():
         assert (mine - theirs).abs().max() < 1e-6
 
 
+# A process that has looked for CUDA cannot be forked. Elsewhere forks need not import.
+context = multiprocessing.get_context("spawn" if DEVICE == "cuda" else "forkserver")
+if DEVICE != "cuda":
+    context.set_forkserver_preload(["pytest", "harness.groups", make_manager.__module__])
+
 CASES = [*itertools.product(FORMATS, ["cpu", DEVICE])]
 """Wire formats, and where the global parameters rest."""
 
@@ -233,7 +238,6 @@ def two_processes(target, *arguments):
     """Two groups as processes, each called with its rank, the lighthouse's address, these arguments
     and the queue; and that queue."""
     lighthouse = start_lighthouse(min_replicas=2)
-    context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     groups = [
         context.Process(target=target, args=(i, lighthouse.address(), *arguments, queue))

@@ -21,6 +21,7 @@ def load():
         yield load
 
 
+@pytest.mark.slow
 def test_the_pages_have_the_tables_of_the_results_file(load, tmp_path, monkeypatch):
     report = load("report")
     results = report.Results(report.read_all())
@@ -64,6 +65,7 @@ def test_the_quickstart_is_a_training_of_the_study(load):
         assert settings.outer_numbers_at(outer_step) == rounds.outer_numbers_at(outer_step)
 
 
+@pytest.mark.slow
 def test_the_page_of_the_defaults_is_that_of_the_results_file(load):
     defaults, study = load("defaults"), load("study")
     page = (FOLDER / "defaults-so-far.md").read_text()

@@ -13,27 +13,34 @@ STRICT = ["README.md", "learning.md", "performance.md"]
 """What these pages say are findings: each number of theirs has a source."""
 
 
+def of_each(paths):
+    """A case for each page; that of the study is slow, since it reads all trainings."""
+    for path in paths:
+        marks = [pytest.mark.slow] * (path.name == "learning.md")
+        yield pytest.param(path, id=path.name, marks=marks)
+
+
 @pytest.fixture(scope="module")
 def check():
     names = sources()
     return lambda page, name="README.md": problems(name, page, names, name in STRICT)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", of_each(PAGES))
 def test_a_number_with_a_mark_is_that_of_its_source(check, path):
     assert check(marked(path), path.name) == []
 
 
-@pytest.mark.parametrize("name", STRICT)
-def test_every_number_with_a_mark_is_compared(check, name):
+@pytest.mark.parametrize("path", of_each(path for path in PAGES if path.name in STRICT))
+def test_every_number_with_a_mark_is_compared(check, path):
     """All of them are made wrong at once, and each is named."""
-    page = marked(next(path for path in PAGES if path.name == name))
+    page = marked(path)
     held = [number for block in blocks(page) if block.mark for number in block.numbers]
     wrong = [*page]
     for number in held:
         for at in range(*number.span()):
             wrong[at] = str((int(page[at]) + 1) % 10) if page[at].isdigit() else page[at]
-    found = check("".join(wrong), name)
+    found = check("".join(wrong), path.name)
     assert len(held) > 5 and len(found) == len(held)
     assert all(line.endswith("in its source: correct the text") for line in found)
 

@@ -40,13 +40,13 @@ assert torch.stand_in.memory_allocated() == 24
 
 
 @pytest.fixture(scope="module")
-def environ(tmp_path_factory):
+def environ(pytestconfig):
     compiler = shutil.which("c++")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU: tests/test_gpu.py is for it")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    library = stand_in_device.build(tmp_path_factory.mktemp("stand_in"), compiler)
+    library = stand_in_device.build(pytestconfig.cache.mkdir("stand_in_device"), compiler)
     folders = [str(TESTS), str(TESTS.parent / "benchmarks")]
     path = os.pathsep.join([*folders, *filter(None, sys.path)])
     return os.environ | {"PYTHONPATH": path, stand_in_device.LIBRARY: str(library)}

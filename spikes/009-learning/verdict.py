@@ -128,7 +128,8 @@ def best_rule(trained: Sequence[Side]) -> Rule:
 
 def right(rule: Rule, trained: Sequence[Side]) -> float:
     """The mean of the two shares in which a rule is right."""
-    return statistics.fmean(side.share_right(rule) for side in trained)
+    shares = [side.share_right(rule) for side in trained]
+    return sum(shares) / len(shares)
 
 
 def tried(trainings: Sequence[Training], numbers: Sequence[float | None]) -> Iterator[float]:

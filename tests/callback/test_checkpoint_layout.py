@@ -13,7 +13,6 @@ import torch
 from harness.trainers import Each, fit_alone, train_and_save, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
-from composer_replication.group.checkpoint import checksums
 from composer_replication.simulation.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
@@ -120,26 +119,3 @@ def test_the_next_fit_goes_on_also_after_one_that_failed():
     trainer.fit(duration="1ba")
     trainer.close()
     assert callback.result["inner_steps"] == 8
-
-
-# ---- the checksum itself -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_checksum_is_of_the_bits_and_of_no_layout(dtype):
-    tensor = torch.randn(3, 5, 4, 2).to(dtype)
-    before = tensor.clone()
-    [whole] = checksums({"a": tensor}).values()
-    assert torch.equal(tensor, before)
-    [permuted] = checksums({"a": tensor.to(memory_format=torch.channels_last)}).values()
-    assert whole == permuted
-    parts = sum(checksums({str(i): t for i, t in enumerate(tensor.split(2))}).values())
-    assert (parts - whole) % 2**64 == 0
-    for other in (-tensor, tensor.nextafter(tensor + 1), tensor * 2, torch.zeros_like(tensor)):
-        assert checksums({"a": other})["a"] != whole
-
-
-def test_an_empty_shard_and_a_number_have_checksums():
-    found = checksums({"empty": torch.empty(0, 3), "number": torch.tensor(2.0)})
-    assert found["empty"] == 0 != found["number"]
-    assert found["number"] != checksums({"number": torch.tensor(-2.0)})["number"]

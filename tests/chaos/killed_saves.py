@@ -28,6 +28,7 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 from chaos.saves.dying import Moment  # noqa: E402
 from forked_commands import ForkedCommand  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from composer_replication.replica.lighthouse import start_lighthouse  # noqa: E402
 
@@ -130,7 +131,7 @@ def _train(host: str, folder: Path, environ: Mapping[str, str], both: bool) -> s
         process = ForkedCommand([*ours, "--", *job], **start)
         if both:
             deaths = json.loads(environ["DIES"])
-            _wait_until(lambda: all(_num_died(folder, g) == len(deaths[g]) for g in deaths))
+            wait_until(lambda: all(_num_died(folder, g) == len(deaths[g]) for g in deaths), LIMIT_S)
             process.kill()
             process.wait()
             time.sleep(6.0)  # what it has started meanwhile ends by itself
@@ -200,12 +201,6 @@ def _train_plain(host: str, folder: Path, environ: Mapping[str, str], both: bool
         lighthouse.shutdown()
     ends = [(folder / f"said_{group}.txt").read_text().splitlines()[-1] for group in groups]
     return "" if len({*ends}) == 1 and ends[0].startswith("global parameters") else str(ends)
-
-
-def _wait_until(is_so) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not is_so() and time.monotonic() < until:
-        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ groups and the clock.
 
 import json
 import signal
-import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
@@ -229,11 +228,11 @@ def test_the_message_for_a_command_that_ends_before_the_faults_do(tmp_path, caps
     assert "The groups had finished after 0 of 60 s" in said.replace("\n", " ")
 
 
-def chaos(start, run_dir, *arguments, kind):
+def chaos(run_dir, *arguments, kind):
     """Run the command for 40 s, with less time than usual between the last fault and the end."""
     options = f"--duration 40 --faults-per-minute 12 --seed 0 --recovery-s 25 --kinds {kind}"
     command = [sys.executable, "-m", "tests.chaos", *options.split(), *map(str, arguments)]
-    done = run(start, command, timeout=600, env=paced(0.06), cwd=ROOT)
+    done = run(ForkedCommand, command, timeout=600, env=paced(0.06), cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     record = json.loads((run_dir / "chaos.json").read_text())
     assert record["is_clean"] and record["violations"] == [] and record["seed"] == 0
@@ -247,8 +246,7 @@ def chaos(start, run_dir, *arguments, kind):
 def test_a_short_run_under_a_fault_is_clean(tmp_path):
     (tmp_path / "tiny.yaml").write_text(TINY)
     own = [tmp_path / "tiny.yaml", f"run_dir={tmp_path / 'run'}", "--replicas", 2, "--slow=1:0.5"]
-    # As a user starts it.
-    record = chaos(subprocess.Popen, tmp_path / "run", *own, kind="coordinator")
+    record = chaos(tmp_path / "run", *own, kind="coordinator")
     assert record["slow"] == {"1": 0.5}
 
 
@@ -257,5 +255,4 @@ def test_a_short_run_under_a_fault_is_clean(tmp_path):
 def test_a_script_under_faults_loses_nothing(tmp_path):
     script = [sys.executable, ROOT / "examples" / "train.py", "1000000ba"]
     own = ["--replicas", 3, "--set", "sync_every=10", "--run-dir", tmp_path / "run"]
-    # As forks, which need not import.
-    chaos(ForkedCommand, tmp_path / "run", *own, "--", *script, kind="one_way")
+    chaos(tmp_path / "run", *own, "--", *script, kind="one_way")

@@ -22,6 +22,7 @@ from chaos.at_start.fault_injection import (
     request_fault,
     unreliable,
 )
+from waiting import wait_until
 
 from composer_replication.replica import factory as replica
 from composer_replication.replica.lighthouse import start_lighthouse
@@ -60,13 +61,6 @@ def sync():
         time.sleep(0.02)
     say("end of sync")
 """
-
-
-def wait_until(condition, within_s=90.0):
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Groups killed while they save: three of the twelve moments of `killed_saves.py`.
+"""Groups killed while they save: in three of the moments of `killed_saves.py`.
 
 Run: pytest tests/chaos/test_killed_saves.py. Real: everything.
 """
@@ -19,11 +19,7 @@ def test_there_are_twelve_moments_for_each_host():
 
 @pytest.mark.parametrize(
     ("name", "both"),
-    [
-        ("in the middle", False),
-        ("after latest is removed", True),
-        ("and again while it sets aside", False),
-    ],
+    [("after latest is removed", True), ("and again while it sets aside", False)],
 )
 def test_composer_s_groups_come_back_by_themselves_and_train_no_sample_twice(name, both, tmp_path):
     assert not die("composer", name, tmp_path, both=both)

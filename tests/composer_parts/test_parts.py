@@ -2,7 +2,7 @@
 
 Run: pytest tests/composer_parts/test_parts.py. Real: Composer's Trainer and its parts, on the CPU.
 Replica groups are threads over the simulation's shared buffer. More about EMA is in
-tests/callback/test_weight_averages.py, about LayerFreezing in tests/callback/test_freezing.py.
+tests/callback/test_weight_averages.py.
 """
 
 import dataclasses

@@ -10,13 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-import schemathesis
 from fastapi.testclient import TestClient
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
 
 from composer_replication.coordinator.api import RunData, create_app
 from composer_replication.coordinator.database import Database, RejectedError
@@ -396,7 +390,7 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
     listening = Listener("127.0.0.1:0")
     service = HttpService(client.app, listening)
     address = f"http://127.0.0.1:{listening.port}/v1"
-    request = {"headers": client.headers, "timeout": 20, "trust_env": False}
+    request = {"headers": client.headers, "timeout": 20, "trust_env": False, "verify": False}
     with ThreadPoolExecutor(60) as pool:
         with database.transaction():
             waiting = [pool.submit(httpx.get, f"{address}/status", **request) for _ in range(60)]
@@ -454,6 +448,13 @@ def test_who_changes_a_run_or_tries_to_is_written_down(client, caplog):
 
 @pytest.mark.slow
 def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
+    import schemathesis  # here, since that takes a second
+    from hypothesis import HealthCheck, given
+    from hypothesis import settings as hypothesis_settings
+    from hypothesis import strategies as st
+    from schemathesis import GenerationMode
+    from schemathesis.checks import not_a_server_error
+
     client, database = make(tmp_path, clock, token=None)
     # Something to hit: few of the names and keys that are drawn would be known else.
     post(client, "datasets", dataset_id="0", length=5, seed=0, unit_size=2)

@@ -54,21 +54,6 @@ def test_streams_of_two_state_folders_have_other_keys(tmp_path):
     assert len(keys) == 12 and 0 < min(keys) and max(keys) < 2**31
 
 
-def test_empty_leases_between_others_do_not_disturb_the_stream(units, a, b):
-    lease_all(units, a)
-    units.lease(b, 0, 0)
-    units.close(a)
-    sizes = [units.lease(b, 1, 0).stop, units.lease(b, 2, 0).stop]
-    for number in (3, 4, 5, 6):
-        units.lease(b, number, 0)
-    for position in range(sum(sizes) + 1):
-        units.commit([(b, position, position)])
-        assert counts(units)[0] == position
-    for position in reversed(range(sum(sizes) + 1)):
-        units.rewind([(b, position, position)])
-        assert counts(units)[0] == position
-
-
 def test_threads_get_each_sample_once(units):
     got = []
 
@@ -102,17 +87,6 @@ def test_a_record_with_a_gap_lets_a_run_resume(units, a):
     units.reopen(UNKNOWN, 7, "one")
     assert counts(units)[0] == stop
     assert not units.lease(a, 2, 0).is_open and not units.lease(UNKNOWN, 1, 0).is_open
-
-
-def test_a_rewind_forgets_what_was_trained_twice_after_it(units, a, b):
-    units.lease(a, 0, 0)
-    units.commit([(a, 1, 1)])
-    units.close(a)
-    units.lease(b, 0, 0)
-    units.commit([(a, 3, 3)])
-    assert units.dataset("c4").trained_twice == 2
-    units.rewind([(a, 1, 1)])
-    assert units.dataset("c4").trained_twice == 0
 
 
 # The file: damage, another NumPy, a large dataset.

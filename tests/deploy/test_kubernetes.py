@@ -17,9 +17,6 @@ from composer_replication.options import ReplicaEnv, read_tokens
 kubernetes_validate = pytest.importorskip(
     "kubernetes_validate", reason="needs kubernetes-validate: pip install '.[test]'"
 )
-jobset = pytest.importorskip(
-    "kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api: pip install '.[test]'"
-)
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
 MANIFESTS = [
@@ -54,6 +51,9 @@ def check(manifest):
 
 
 def check_jobset(manifest):
+    jobset = pytest.importorskip(  # late, since that takes half a second
+        "kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api: pip install '.[test]'"
+    )
     manifest = copy.deepcopy(manifest)
     for job in manifest.get("spec", {}).get("replicatedJobs", []):
         # A Job is Kubernetes's own. JobSet's models know its schema less well.

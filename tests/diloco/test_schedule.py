@@ -111,7 +111,7 @@ def warm_run(*faults, first=0, last=26, own=(), saves=False, **settings):
     return zip(*run(2, replica, *faults, own=own, **WARM | settings), strict=True)
 
 
-@pytest.mark.parametrize("at", [7, 20, 23])
+@pytest.mark.parametrize("at", [pytest.param(7, marks=pytest.mark.slow), 20, 23])
 def test_a_resume_within_the_warm_up_and_after_it_changes_no_bit_and_no_number(at):
     (whole, other), _ = warm_run()
     assert whole == other

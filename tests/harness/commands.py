@@ -86,13 +86,9 @@ def start(
     *arguments: object,
     folder: Path,
     launcher: Sequence[str] | None = None,
-    is_fresh: bool = False,
     **environ: str,
 ) -> RunningGroup:
-    """Start a script as the ranks of a group; what they say is in ``folder``.
-
-    If it ``is_fresh``, launcher and ranks are new interpreters, else forks.
-    """
+    """Start a script as the ranks of a group, all forks; what they say is in ``folder``."""
     paths = [str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ |= {"REPLICA_GROUP_ID": str(group), "PYTHONPATH": os.pathsep.join(paths)}
     words, port = [str(script), *map(str, arguments)], str(free_port())
@@ -108,7 +104,7 @@ def start(
     for number, place in enumerate(each):
         output = folder / f"output_{group}_{number}.txt"
         with output.open("ab") as file:
-            process = (subprocess.Popen if is_fresh else ForkedCommand)(
+            process = ForkedCommand(
                 [sys.executable, *words],
                 env=os.environ | environ | place,
                 stdout=file,

@@ -41,7 +41,6 @@ def running(folder: Path, *arguments: object):
             *arguments,
             folder=folder,
             launcher=LAUNCHERS[group],
-            is_fresh=group == 0,  # the others are forks, which need not import
             NUM_REPLICA_GROUPS=str(len(LAUNCHERS)),
             TORCHFT_LIGHTHOUSE=lighthouse.address(),
         )

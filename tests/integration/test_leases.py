@@ -26,14 +26,14 @@ from composer_replication.group.run_folder import STATUS
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SETTINGS = "{outer_lr: 0.7, sync_every: 12, num_fragments: FRAGMENTS}"
-GROUPS = 3
 SCRIPT = Path(__file__).with_name("leased_group.py")
 
 
 class LeaseRun(Run):
     """A coordinator, and groups that are started again when they have died."""
 
-    def __init__(self, folder, **plan):
+    def __init__(self, folder, replicas=3, **plan):
+        self.replicas = replicas
         self.plan = {
             "run_dir": str(folder / "run"),
             "length": 4000,
@@ -47,6 +47,10 @@ class LeaseRun(Run):
         super().__init__(folder)
         self.groups = {}
         self.num_starts = self.num_left = 0
+
+    def start_groups(self):
+        for replica_id in range(self.replicas):
+            self.start_group(replica_id)
 
     def start_coordinator(self):
         text = self.config.read_text()
@@ -137,8 +141,8 @@ class LeaseRun(Run):
 def run_of(tmp_path):
     runs = []
 
-    def make(**plan):
-        runs.append(LeaseRun(tmp_path, **plan))
+    def make(*replicas, **plan):
+        runs.append(LeaseRun(tmp_path, *replicas, **plan))
         return runs[-1]
 
     yield make
@@ -150,7 +154,7 @@ def run_of(tmp_path):
             process.communicate()
 
 
-COORDINATOR_EVERY_S = 8.0
+COORDINATOR_EVERY_S = 5.0
 
 
 def kill_at_random(run, kills, draw):
@@ -161,7 +165,7 @@ def kill_at_random(run, kills, draw):
     while not run.restart_the_dead():
         now = time.monotonic()
         if kills and now > next_kill:
-            replica_id = draw.randrange(GROUPS)
+            replica_id = draw.randrange(run.replicas)
             # Whoever dies, somebody who has the state lives: this is not about checkpoints.
             if run.is_alive(replica_id) and run.those_in_training() - {replica_id}:
                 run.groups[replica_id].kill()
@@ -178,25 +182,23 @@ def kill_at_random(run, kills, draw):
 
 def test_groups_are_killed_at_random(run_of):
     """The coordinator is killed too."""
-    run = run_of(length=4500, fragments=2, step_s=0.05)
-    for replica_id in range(GROUPS):
-        run.start_group(replica_id)
+    run = run_of(length=3300, fragments=2, step_s=0.05)
+    run.start_groups()
     run.wait_for_outer_steps(2)
-    assert kill_at_random(run, 10, random.Random(2)) >= 2
-    assert run.num_starts == GROUPS + 10 + run.num_left
+    assert kill_at_random(run, 6, random.Random(2)) >= 2
+    assert run.num_starts == run.replicas + 6 + run.num_left
 
     twice = list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
     (epoch,) = dataset["epochs"]
-    assert epoch["done"] == 4500 and epoch["leased"] == epoch["available"] == 0
+    assert epoch["done"] == 3300 and epoch["leased"] == epoch["available"] == 0
     run.check_those_in_part(twice)
 
 
 def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samples(run_of):
     """To the coordinator it is dead meanwhile, and the others take outer steps without it."""
-    run = run_of(length=4000, step_s=0.1, ranks=2)
-    for replica_id in range(GROUPS):
-        run.start_group(replica_id)
+    run = run_of(length=3200, step_s=0.1, ranks=2)
+    run.start_groups()
     run.wait_for_outer_steps(2)
     sent = [row["diloco/outer_step"] for row in run.metrics(1)]
     run.wait_until(lambda: run.metrics(1)[-1]["diloco/outer_step"] > sent[-1])
@@ -208,23 +210,22 @@ def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samp
     assert not row["is_alive"]
     run.groups[1].signal(signal.SIGCONT)
     run.wait_until(run.restart_the_dead)
-    assert run.num_starts == GROUPS
+    assert run.num_starts == run.replicas
 
     list(run.check_that_all_is_in_once())
     (dataset,) = run.status()["datasets"]
-    assert dataset["epochs"][0]["done"] == 4000
+    assert dataset["epochs"][0]["done"] == 3200
     assert [row["diloco/steps_lost"] for row in run.metrics(1) if row["diloco/steps_lost"]] == [12]
     sent = {row["diloco/bytes_sent"] for row in run.metrics(0)}
-    assert sent == {4 * (7 * 4000 // 2 + 1)}, "each rank sends half, and the contribution"
+    assert sent == {4 * (7 * 3200 // 2 + 1)}, "each rank sends half, and the contribution"
 
 
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
-    run = run_of(length=4800, fragments=2, save_interval="30ba")
+    run = run_of(2, length=3600, fragments=2, save_interval="30ba")
     reported = []  # to the coordinator, when all were dead
     for kills in range(3):
-        for replica_id in range(GROUPS):
-            run.start_group(replica_id)
+        run.start_groups()
         if kills == 2:
             break
         begun = run.status()["outer_step"]
@@ -234,14 +235,14 @@ def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
         reported.append(run.status()["outer_step"])
         if kills == 1:
             run.restart_coordinator()
-            shutil.rmtree(f"{run.plan['run_dir']}/replica_2/checkpoints")
+            shutil.rmtree(f"{run.plan['run_dir']}/replica_1/checkpoints")
     run.wait_until(run.restart_the_dead)
-    assert run.num_starts == 3 * GROUPS
+    assert run.num_starts == 3 * run.replicas
 
     twice = list(run.check_that_all_is_in_once())
     status = run.status()
     (dataset,) = status["datasets"]
-    assert dataset["epochs"][0]["done"] == 4800
+    assert dataset["epochs"][0]["done"] == 3600
     run.check_those_in_part(twice)
     resumes = events_of(Path(run.plan["run_dir"], "replica_0"), "resume")
     resumed = [resume["outer_step"] for resume in resumes]
@@ -260,17 +261,16 @@ def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks
 
     What was leased by then and is not in that state may be in the model twice: it says how much.
     """
-    run = run_of(length=4000, fragments=2, ranks=ranks)
+    run = run_of(2, length=4000, fragments=2, ranks=ranks, step_s=0.02 * ranks)
     state = run.folder / "state"
-    for replica_id in range(GROUPS):
-        run.start_group(replica_id)
+    run.start_groups()
     run.wait_for_outer_steps(6)
     with sqlite3.connect(state / "coordinator.sqlite") as database:
         database.execute(f"VACUUM INTO '{run.folder / 'copy'}'")
     copied_at = run.status()["outer_step"]
-    run.groups[2].kill()  # it comes back with another session, and another stream
+    run.groups[1].kill()  # it comes back with another session, and another stream
     run.restart_the_dead()
-    run.wait_until(lambda: len(run.those_in_training()) == GROUPS)
+    run.wait_until(lambda: len(run.those_in_training()) == run.replicas)
     run.wait_for_outer_steps(16)
     run.coordinator.kill()
     run.coordinator.wait()
@@ -283,7 +283,7 @@ def test_a_coordinator_that_has_lost_its_state_ends_no_group(run_of, kind, ranks
         run.wait_until(lambda: run.status()["samples_gap"])
         run.groups[1].kill()
     run.wait_until(run.restart_the_dead)
-    assert run.num_starts == GROUPS + 1 + (kind == "lost")
+    assert run.num_starts == run.replicas + 1 + (kind == "lost")
 
     twice = list(run.check_that_all_is_in_once())
     status = run.status()

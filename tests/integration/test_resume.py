@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from composer_replication import DiLoCoCallback
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.together]
 
 DURATION = 13
 
@@ -108,20 +108,34 @@ def check_samples(found: list[dict[int, dict]]) -> None:
         assert samples == list(range(80))
 
 
-def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrupted(tmp_path):
-    # One group of one rank is tests/callback/test_resume.py.
-    cases = [
-        case("vanilla", "sgd", "sharded"),
-        case("in_flight", "adamw", None),
-        case("alpha", "adamw", "sharded"),
-        case("int8", "adamw", "sharded"),
-        case("schedule", "adamw", "sharded"),
-        case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba"),
-        *[case("in_flight", "adamw", fsdp, ema="2ba") for fsdp in ("full", "sharded")],
-        *[case("in_flight", "muon", fsdp) for fsdp in ("full", "sharded")],
-    ]
-    runs = [run_cases(tmp_path, cases, ranks=2, resumes=resumes) for resumes in (False, True)]
-    for each, whole, resumed in zip(cases, *runs, strict=True):
+SHARDED = case("schedule", "adamw", "sharded", ema="2ba")
+REPLICATED = case("in_flight", "adamw", None, ema="2ba")
+CASES = [
+    SHARDED,
+    REPLICATED,
+    case("vanilla", "sgd", "sharded"),
+    case("alpha", "muon", "full"),
+    case("int8", "muon", "sharded"),
+    case("in_flight", "adamw", None, dtype="bfloat16", ema="2ba"),
+    case("in_flight", "adamw", "full", ema="2ba"),
+]
+"""Each of the settings, inner optimizers and kinds of checkpoint at least once. One group of one
+rank is in tests/callback/test_resume.py."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def runs(folder):
+    """Of each case what each rank has found, uninterrupted and resumed."""
+    return [run_cases(folder, CASES, ranks=2, resumes=resumes) for resumes in (False, True)]
+
+
+def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrupted(folder, runs):
+    for each, whole, resumed in zip(CASES, *runs, strict=True):
         check_samples([one["batches"] for one in whole])
         for one, other in zip(whole, resumed, strict=True):
             rest = {at: held for at, held in one["batches"].items() if at > each["stop"]}
@@ -132,7 +146,7 @@ def test_stopped_in_mid_round_and_resumed_in_new_processes_is_bitwise_uninterrup
             for key in ("global_digest", "inner_steps", "outer_steps"):
                 assert one["result"][key] == other["result"][key], (each, key)
         if "ema" in each["job"]:
-            check_averages(tmp_path, each, whole)
+            check_averages(folder, each, whole)
 
 
 def check_averages(folder: Path, case: dict[str, Any], found: list[dict]) -> None:
@@ -151,16 +165,14 @@ def check_averages(folder: Path, case: dict[str, Any], found: list[dict]) -> Non
     assert saved[0] == saved[1] and saved[0][0] != saved[0][1]
 
 
-def test_a_group_may_go_on_with_another_number_of_ranks(tmp_path):
+def test_a_group_may_go_on_with_another_number_of_ranks(folder, runs):
     # A sync is in flight, of sharded parameters and of replicated ones.
-    cases = [case("in_flight", "adamw", "sharded"), case("in_flight", "adamw", None)]
-    cases += [case("in_flight", "adamw", None, ema="2ba")]
-    run_cases(tmp_path, cases, ranks=2, resumes=False)
-    of_two, of_one = (run_cases(tmp_path, cases, ranks=ranks, resumes=True) for ranks in (2, 1))
-    for two, one in zip(of_two, of_one, strict=True):
+    _, (of_two_sharded, of_two, *_) = runs
+    of_one = run_cases(folder, [SHARDED, REPLICATED], ranks=1, resumes=True)
+    for two, one in zip([of_two_sharded, of_two], of_one, strict=True):
         assert [each["at_start"] for each in two[::2]] == [each["at_start"] for each in one]
         # Of one rank a group, the digest is that of whole parameters.
         assert len({each["result"]["global_digest"] for each in one}) == 1
         assert one[0]["result"]["inner_steps"] == DURATION
-    averages = [each["batches"][DURATION]["ema"] for each in of_one[2]]
+    averages = [each["batches"][DURATION]["ema"] for each in of_one[1]]
     assert averages[0] == averages[1]

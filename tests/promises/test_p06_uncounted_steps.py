@@ -99,13 +99,21 @@ def stays(group, does):
 
 FRAGMENTS = {"num_fragments": 3, "sync_every": 6}
 SETTINGS = [{}, FRAGMENTS, {"fragment_sync_delay": 1, "fragment_update_alpha": 0.5}]
+of_settings = pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SETTINGS[0], id="vanilla"),
+        pytest.param(SETTINGS[1], id="fragments", marks=pytest.mark.slow),
+        pytest.param(SETTINGS[2], id="streaming", marks=pytest.mark.slow),
+    ],
+)
 
 
 def run_mlp(groups, replica, **settings):
     return run(groups, replica, **{"model": TinyMLP, "inner": adamw, "sync_every": 4} | settings)
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["vanilla", "fragments", "streaming"])
+@of_settings
 @pytest.mark.parametrize("stepper", STEPPERS)
 def test_the_end_of_a_batch_or_of_training_says_so_and_leaves_the_weights(stepper, settings):
     def replica(group):
@@ -119,7 +127,7 @@ def test_the_end_of_a_batch_or_of_training_says_so_and_leaves_the_weights(steppe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS, ids=["vanilla", "fragments", "streaming"])
+@of_settings
 @pytest.mark.parametrize("stepper", STEPPERS)
 def test_a_loop_that_calls_nothing_hears_of_it_in_a_backward_pass(stepper, settings):
     def replica(group):
@@ -276,7 +284,7 @@ HONEST = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["vanilla", "fragments", "streaming"])
+@of_settings
 @pytest.mark.parametrize("trains", HONEST)
 def test_an_honest_job_hears_nothing(trains, settings):
     def replica(group):

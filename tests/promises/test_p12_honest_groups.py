@@ -1,6 +1,6 @@
 """P12: no honest group of a trained job is taken for sick, and a sick one is found in it.
 
-``honest_jobs.py`` has the jobs. As a program it runs a hundred of them, which takes minutes.
+``honest_jobs.py`` has what they train.
 """
 
 import json
@@ -65,7 +65,7 @@ def test_a_sick_group_is_named_within_two_syncs_also_after_a_resume(groups):
     # It is at the end of a schedule, where others have seen far longer steps.
     job = Job(9, 200, [10] * groups, schedule="linear to 0", resumes_at=0.9)
     stopped = stop(job)
-    for kind in set(KINDS) - {"-2 times"}:
+    for kind in KINDS:
         sickness = Sickness(kind, groups - 1, 184)
         outcome = run(job, sickness, stopped)
         assert sickness.outer_step == 18 and sickness.was_named(outcome, 1), kind

@@ -127,7 +127,7 @@ def check_left_out(runs, caplog, groups, tolerance=1e-5):
     assert sum(name in text for text in caplog.messages) == groups * len(SICK)
 
 
-@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("groups", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("where", "at", "value"), LIES.values(), ids=LIES)
 def test_what_is_sent_wrongly_leaves_its_group_out_by_name(
     where, at, value, groups, monkeypatch, caplog
@@ -292,8 +292,9 @@ def test_a_group_is_compared_with_the_others_and_with_itself(groups, found):
     assert [*beyond_all_others(dict(enumerate(groups)))] == found
 
 
-@pytest.mark.parametrize("wire_format", ["float32", "bfloat16", "int8", "fp4"])
-@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(
+    ("groups", "wire_format"), [(2, "float32"), (3, "bfloat16"), (2, "int8"), (3, "fp4")]
+)
 @pytest.mark.parametrize("job", [
     {"num_fragments": 1, "sync_every": 4},
     {"fragment_patterns": ["a", "b"], "sync_every": 6, "fragment_sync_delay": 2},
@@ -326,10 +327,9 @@ def test_honest_groups_raise_no_alarm(job, groups, wire_format, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire_format", ["float32", "int8"])
-@pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize(("groups", "wire_format"), [(3, "float32"), (2, "int8")])
 def test_a_bit_that_flips_in_what_is_sent_moves_nobody_further_than_a_step(
-    wire_format, groups, monkeypatch
+    groups, wire_format, monkeypatch
 ):
     flips, chance = 250, random.Random(0)
     flipped = []

@@ -1,23 +1,20 @@
 """The inner optimizer Muon. Run: pytest tests/quickstart/test_muon.py
 
 Its update is compared with one by singular value decomposition in double precision, written down
-here. Real: torch's optimizers. Replica groups are threads over the simulation's shared buffer.
+here. Real: torch's optimizers.
 """
 
-import functools
 import logging
 import math
 
 import pytest
 import torch
 from common import TinyMLP, batch, mse, muon_by_shape
-from harness.groups import run
 from text_config import TINY, write_config
 from torch import nn
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.config_file import ConfigError
-from composer_replication.simulation.simulation import Fault
 from composer_replication.training import build_trainer, load_config
 from examples.quickstart.byte_gpt import ByteGPT
 from examples.quickstart.muon import Muon, muon_update
@@ -277,44 +274,6 @@ def one(*shape):
 def test_what_cannot_be_is_an_error_with_the_fix(build, message):
     with pytest.raises(ValueError, match=message):
         build()
-
-
-# ---- in DiLoCo ---------------------------------------------------------------------------------
-
-GROUPS = {"model": TinyMLP, "inner": functools.partial(muon_by_shape, lr=0.02)}
-
-
-def step(group, move):
-    """Take an inner step. Returns the steps of AdamW before, and whether Muon had momentum."""
-    states = group.inner.state.values()
-    steps = max((int(each["step"]) for each in states if "step" in each), default=0)
-    momenta = [each["momentum_buffer"] for each in states if len(each) == 1]
-    before = steps, any(bool(each.any()) for each in momenta)
-    group.step(move)
-    return before
-
-
-def test_a_joiner_keeps_its_own_state():
-    def replica(group):
-        seen = []
-        while group.diloco.outer_step < 5:
-            seen.append(step(group, 0.1))
-        return seen
-
-    late = Fault("late", replica_id=1, step=3)
-    _, joiner = run(2, replica, late, sync_every=2, **GROUPS)
-    assert joiner[:3] == [(0, False), (1, True), (2, True)]
-
-
-def test_a_batch_that_is_not_a_number_costs_one_round_and_the_state_begins_anew():
-    def replica(group):
-        bad = 1, 4
-        return [step(group, math.nan if (group.id, i) == bad else 0.1) for i in range(12)]
-
-    healthy, sick = run(2, replica, sync_every=3, max_sync_retries=2, **GROUPS)
-    assert [steps for steps, _ in healthy] == [*range(12)]
-    assert [steps for steps, _ in sick] == [*range(6), *range(6)]
-    assert sick[6] == (0, False)
 
 
 # ---- in a config -----------------------------------------------------------------------------
