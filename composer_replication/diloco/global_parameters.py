@@ -333,8 +333,9 @@ class GlobalParameters:
                 # A pass over memory less than where they are gathered first.
                 of_theta = theta.split(chunk.sizes)
                 for own_part, part, view in zip(of_theta, parts, views, strict=True):
-                    shaped = own_part.view(view.shape)
-                    pseudo_gradient(shaped, part, view)
+                    if view.dim() > 1:
+                        own_part = own_part.view(view.shape)
+                    pseudo_gradient(own_part, part, view)
             else:
                 chunk.read(local, values)
                 pseudo_gradient(theta, values, values)
