@@ -56,6 +56,7 @@ class History(Course):
         inner_steps: Its inner steps until then.
         bytes_sent: What all its ranks have sent in syncs.
         steps_lost: Those of its inner steps that were thrown away.
+        steps_lost_lately: Those since the run was last continued.
         why_lost: Why it has thrown some away last.
         fruitless: The number of its last syncs to which no group has contributed.
         contributed_at: When the newest sync to which it has contributed was over.
@@ -79,6 +80,7 @@ class History(Course):
         self.inner_steps = 0
         self.bytes_sent = 0
         self.steps_lost = 0
+        self.steps_lost_lately = 0
         self.why_lost = ""
         self.fruitless = 0
         self.contributed_at = 0.0
@@ -111,6 +113,7 @@ class History(Course):
                 self.result = {}
                 self.continued_at = at
                 self.warnings.clear()
+                self.steps_lost_lately = 0
                 self._position = 0.0  # the time in which the run was stopped does not count
                 self.forget_digests()
             case run_folder.END:
@@ -166,6 +169,7 @@ class History(Course):
         if lost:
             texts.append(f"{plural(lost, 'inner step')} thrown away")
             self.steps_lost += lost
+            self.steps_lost_lately += lost
             self.why_lost = why
         if texts:
             self.troubles.append((at, f"outer step {step}: {', '.join(texts)}"))

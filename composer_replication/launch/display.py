@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -48,7 +48,7 @@ class LiveRun(Run):
         self._away_since: dict[str, float] = {}
         self._silent: set[str] = set()
         self._warnings: set[str] = set()
-        self._steps_lost: dict[str, int] = {}
+        self._steps_lost = Counter[str]()
         self._participants: int | None = None
         self._differed = False
 
@@ -83,10 +83,9 @@ class LiveRun(Run):
     def _new_losses_of_steps(self) -> Iterator[str]:
         thrown_away = defaultdict[str, list[str]](list)
         for group in self:
-            # What the first look finds is from before the run was continued.
-            lost = group.steps_lost - self._steps_lost.get(group.name, group.steps_lost)
-            self._steps_lost[group.name] = group.steps_lost
-            if lost:
+            lost = group.steps_lost_lately - self._steps_lost[group.name]
+            self._steps_lost[group.name] = group.steps_lost_lately
+            if lost > 0:
                 text = f"{plural(lost, 'inner step')} thrown away, {group.why_lost}"
                 thrown_away[text].append(group.name)
         for text, names in thrown_away.items():

@@ -213,7 +213,9 @@ class SharedBuffer:
         restarts.
         """
         with self._changed:
-            if not restarts:
+            if restarts:
+                self._alive.add(replica_id)  # its manager may have left already
+            else:
                 self._alive.discard(replica_id)
             if replica_id in self._quorum.requests:
                 self._quorum.connection.is_broken = True

@@ -9,7 +9,7 @@ import logging
 import torch
 from common import batch
 from harness.trainers import TinyModel, fit_groups
-from run_events import events_of
+from run_events import events_of, write_events
 from torch.utils.data import DataLoader
 
 from composer_replication.launch.display import LiveRun
@@ -46,4 +46,6 @@ def test_groups_on_the_same_samples_say_so_once_and_the_launch_says_it_too(caplo
     assert [*groups.update(), *groups.update()] == [SAID]
     events = events_of(tmp_path / "replica_0", "start", "sync", "warning")
     assert [event["event"] for event in events][:3] == ["start", "warning", "sync"]
-    assert LiveRun(tmp_path, range(2)).update() == [], "an earlier part of a run that is continued"
+    for group in range(2):
+        write_events(tmp_path / f"replica_{group}", "continued", {})
+    assert LiveRun(tmp_path, range(2)).update() == [], "that was an earlier part of the run"

@@ -82,6 +82,9 @@ def shown(folder, name=None, value=None, usual=None):
     run = run_of(folder, 2)
     # The page shows the result too, which is a place of its own.
     record = {name: each for name, each in page_record(run).items() if name in OWN_OF_PAGE}
+    # Of a group's metrics the page shows its columns.
+    own = record["groups"].items()
+    record["groups"] = {name: (each["inner_share"], each["error"]) for name, each in own}
     columns = {name: newest.get(f"diloco/{name}", newest.get(name)) for name in COLUMNS}
     console = Console(width=150, record=True, file=io.StringIO())
     console.print(live_table(run, height=50))
