@@ -215,10 +215,17 @@ class QuantizedBucket:
         into: Tensor,
     ) -> None:
         """Write the weighted mean of what the groups have sent; zeros if none has a weight."""
-        into.zero_()
+        shares = []
         for weight, part in zip(self.weights, parts, strict=True):
             if weight:  # 0 * nan is nan
-                into.add_(part, alpha=weight / self._total)
+                shares.append((part, weight / self._total))
+        if not shares:
+            into.zero_()
+            return
+        (part, share), *others = shares
+        torch.mul(part, share, out=into)
+        for part, share in others:
+            into.add_(part, alpha=share)
 
     def _keep_error(
         self,
