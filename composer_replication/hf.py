@@ -154,16 +154,10 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         self._job.losses.num_steps += 1
         if self._group.end_step():
             control.should_training_stop = True
-        self.on_epoch_end(args, state, control)  # as at an epoch's end
+        self._end_or_evaluate(control)
 
     def on_epoch_end(self, args, state, control, **kwargs) -> None:
-        if self._is_terminated:  # it has saved, and holds local weights
-            control.should_evaluate = False
-            control.should_save = False
-        elif control.should_training_stop:
-            self._end()  # now, so that the last evaluation and checkpoint are of its result
-        elif control.should_evaluate:
-            self._show_for_evaluation()
+        self._end_or_evaluate(control)
 
     def on_log(self, args, state, control, logs: Any = None, **kwargs) -> None:
         # The Trainer's last log. It comes before load_best_model_at_end, whose weights a final sync
@@ -226,6 +220,15 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self._end()
         self._group.close()
+
+    def _end_or_evaluate(self, control: Any) -> None:
+        if self._is_terminated:  # it has saved, and holds local weights
+            control.should_evaluate = False
+            control.should_save = False
+        elif control.should_training_stop:
+            self._end()  # now, so that the last evaluation and checkpoint are of its result
+        elif control.should_evaluate:
+            self._show_for_evaluation()
 
     def _end(self) -> None:
         if self.diloco is not None:

@@ -257,12 +257,9 @@ class ReplicaFolder:
         self.append(ERROR, {"type": kind, "error": f"{kind}: {error}"})
 
     def write_rejection(self, error: ValueError) -> None:
-        """Record that the group ends because of its input, and would do so again.
-
-        The rest of ``status.json`` stays as it is.
-        """
+        """Record that the group ends because of its input, and would do so again."""
         self.append(REJECTION, {"type": type(error).__name__, "error": str(error)})
-        self.write_status(**{**self.read_status(), "phase": REJECTED})
+        self.enter(REJECTED)
 
     @fence("the result of this group")
     def write_end(self, result: Mapping[str, Any]) -> None:
