@@ -99,7 +99,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         TimeoutError: On entering, if too few groups were connected in time.
         NothingToContinueFromError: On entering, if all are connected and none may begin the run
             (``start_refusal``).
-        SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries.
+        SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries that no
+            other group has caused.
         DivergenceError: From there too, if this group's global parameters are not the others'.
         ValueError: In training, if the weights change and ``inner_optimizer`` does not step: from
             the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.

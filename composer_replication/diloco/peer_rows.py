@@ -24,8 +24,8 @@ CHECKSUM_BYTES = 4
 class PeerRow(NamedTuple):
     """What one replica group reports to the others beside a sync.
 
-    A row is sent as bytes, see ``_layout``. A further metric needs a field in ``GroupMetrics``, and
-    nothing else.
+    A row is sent as bytes, see ``_layout``. A further metric is a field of ``GroupMetrics``, not
+    negative, which ``FragmentSync.metrics`` fills.
 
     Attributes:
         has_more: Whether it still trains, or has steps that are not in the global parameters yet.

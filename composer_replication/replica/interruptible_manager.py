@@ -154,7 +154,10 @@ class InterruptibleManager(Manager):
         return isinstance(self._pg, ProcessGroupNCCL)
 
     def _carried(self, tensor: Tensor) -> Tensor:
-        """What is sent for a tensor: itself, or a copy in host memory of what gloo cannot send."""
+        """What is sent for a tensor: itself, or a copy in host memory of what gloo cannot send.
+
+        gloo sends a CUDA tensor through host memory by itself (ADR-057).
+        """
         can_be_sent = self._is_over_nccl or tensor.device.type in ("cpu", "cuda")
         return tensor if can_be_sent else tensor.cpu()
 

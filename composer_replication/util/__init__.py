@@ -1,1 +1,4 @@
-"""What belongs to no other package: files, fences, connections. Imports nothing of ours."""
+"""What belongs to no other package: files, fences, connections. Imports nothing of ours.
+
+Read ``fence.py`` first.
+"""
