@@ -119,6 +119,7 @@ AT_ONCE = (
 ).split()
 
 
+@pytest.mark.slow
 def test_what_answers_at_once_imports_nothing_heavy():
     program = (
         "import importlib, sys\n"

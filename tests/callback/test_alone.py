@@ -75,6 +75,7 @@ def storages(callback, model):
     return {keystr(path): leaf.data_ptr() for path, leaf in leaves if is_tensor(leaf)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wire_format", ["float32", "int8"])  # int8 leaves a residual too
 def test_the_end_of_a_fit_copies_nothing(wire_format):
     seen, callback = [], alone(wire_format=wire_format, schedule=[])

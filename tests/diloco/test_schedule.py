@@ -111,6 +111,7 @@ def warm_run(*faults, first=0, last=26, own=(), saves=False, **settings):
     return zip(*run(2, replica, *faults, own=own, **WARM | settings), strict=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [pytest.param(7, marks=pytest.mark.slow), 20, 23])
 def test_a_resume_within_the_warm_up_and_after_it_changes_no_bit_and_no_number(at):
     (whole, other), _ = warm_run()
@@ -135,6 +136,7 @@ def test_a_joiner_and_a_heal_within_the_warm_up_have_the_numbers_and_bits_of_the
     assert [row[1:3] for row in of_one] == [(1.0, 0.0) if s < 21 else (0.7, 0.5) for s in shared]
 
 
+@pytest.mark.slow
 def test_a_resume_past_the_warm_up_goes_on_as_before_with_the_checkpoint_of_an_older_version():
     older = {"outer_lr": 0.7, "outer_momentum": 0.5}
     (whole, _), _ = warm_run(**older)

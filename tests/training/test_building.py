@@ -76,6 +76,7 @@ def built(config):
     return trainer.state
 
 
+@pytest.mark.slow
 def test_every_section_takes_callables_of_others(loaded, tmp_path):
     config = loaded()
     save_config(config, tmp_path / "saved.yaml")  # as launch does for its groups
