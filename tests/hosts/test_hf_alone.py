@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import shutil
 import subprocess
+from concurrent.futures import Future
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from run_events import events_of, syncs_of
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from common import TinyMLP, batch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
@@ -313,6 +316,47 @@ def test_compiled_models_and_bf16_are_counted_and_synced_as_any_other(changed, t
     for name, tensor in plain.model.state_dict().items():
         found = trainer.model.state_dict()[name]
         torch.testing.assert_close(found, tensor, rtol=0, atol=tolerance)
+
+
+class Hub:
+    """A stand-in for Hugging Face's hub: it keeps what it is given."""
+
+    def __init__(self, pushed: list[dict[str, torch.Tensor]]) -> None:
+        self.pushed = pushed
+
+    def create_repo(self, name, **kwargs):
+        return SimpleNamespace(repo_id=name)
+
+    def upload_folder(self, *, folder_path, **kwargs):
+        saved = load_file(Path(folder_path) / "model.safetensors")
+        # It is mapped into memory, and the next one takes the file's place.
+        self.pushed.append({name: tensor.clone() for name, tensor in saved.items()})
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+def test_what_is_pushed_to_the_hub_is_the_global_model(tmp_path, monkeypatch):
+    pushed: list[dict[str, torch.Tensor]] = []
+    monkeypatch.setattr("transformers.trainer.hf_api", functools.partial(Hub, pushed))
+    args = {"push_to_hub": True, "hub_always_push": True, "save_strategy": "steps", "save_steps": 2}
+    shown, local = {}, {}
+
+    class Looks(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                theta = trainer.callback.diloco.global_parameters()
+                shown.update({name: tensor.clone() for name, tensor in theta.items()})
+
+        def on_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step == 5:  # it is counted after this event
+                local.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+
+    trainer = alone(tmp_path, Looks(), args=args)
+    trainer.train()
+    for name, tensor in pushed[2].items():  # of step 6, two steps after a sync
+        torch.testing.assert_close(shown[name], tensor, rtol=0, atol=0)
+        assert not torch.equal(local[name], tensor)
 
 
 @pytest.mark.gpu
