@@ -164,6 +164,23 @@ def gains(name: str, of: str = "all") -> Values:
 
 
 @cache
+def warm_up_costs() -> Values:
+    """By how much plain averages at first end above momentum at once, in percent of the loss.
+
+    Of the jobs in which it is more than noise. Fine-tuning is not among them.
+    """
+    with study_modules() as load:
+        warm, lines = load("warm"), load("lines")
+        known = warm.Known(lines.read(lines.WARM), lines.read_all())
+        costs = sorted(
+            each.above_at_once.mean
+            for each in warm.shipped(known)
+            if each.above_at_once.low > 0 and each.job not in warm.FINE_TUNED
+        )
+        return Values(count=len(costs), least=costs[0], most=costs[-1])
+
+
+@cache
 def picture() -> Values:
     """What README's picture shows: the gain of four groups, and the number of its seeds."""
     with study_modules() as load:
@@ -258,7 +275,7 @@ def sent_less(sync_every: int, steps: int) -> list[float]:
 
 def sources() -> dict[str, Any]:
     """All names of marks."""
-    study = (arm, claims, tuning, shipped, gains, picture, verdict, gap, equal_bytes)
+    study = (arm, claims, tuning, shipped, gains, warm_up_costs, picture, verdict, gap, equal_bytes)
     own = (code, found, config, published, chosen, rows, plan, sent_less, *study)
     python = (abs, len, list, max, min, sum, zip)
     names: dict[str, Any] = {function.__name__: function for function in (*own, *python)}
