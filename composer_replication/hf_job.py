@@ -156,7 +156,7 @@ class TrainerJob(Host):
                 setattr(trainer, name, partial(ours, its))
 
     def _trained_beside(self) -> Iterator[tuple[str, nn.Module]]:
-        """What ``beside`` is to have."""
+        """The Trainer's modules besides the model that the optimizer trains, by attribute."""
         trained: set[int] = set()
         for group in self.optimizer.param_groups:
             trained.update(map(id, group["params"]))

@@ -76,7 +76,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def _parts_of(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a config has build, by name."""
+    """The sections of a config that have to name what they build, by their keys."""
     for name in ("model", "train_dataloader", "optimizers"):
         yield name, values.get(name)
     for name in ("eval_dataloader", "schedulers"):

@@ -243,10 +243,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         try:
             with self._outer.clock.blocking():
                 self.has_joined_others = join(self._outer, self._start_refusal)
-                self._state.forget_staged()  # does nothing if a heal has used it
         except BaseException:
             self.hang_watch.stop()
             raise
+        finally:
+            self._state.forget_staged()  # does nothing if a heal has used it
         first, *others = self._inner_optimizers
         self._hooks.append(first.register_step_pre_hook(self._step_pre_hook))
         self._hooks.append(first.register_step_post_hook(self._step_post_hook))

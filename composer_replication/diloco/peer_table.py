@@ -164,7 +164,7 @@ class PeerTable:
         return [str(name).partition(":")[0] for name in names]
 
     def _equal_samples(self, rows: Mapping[int, PeerRow]) -> tuple[str, ...]:
-        """See ``TableResult``."""
+        """The groups whose first batches are this group's too, and its own; empty if none are."""
         own = self._row.batches
         same = [self._names[rank] for rank, row in rows.items() if row.batches == own]
         return tuple(same) if own and len(same) > 1 else ()
