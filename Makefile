@@ -51,8 +51,9 @@ test-torch-new: $(TORCH_NEW)/.installed
 check: $(VENV)/.installed-dev
 	$(MAKE) --jobs 2 --output-sync=target lint check-tests
 
+# One worker more than cores: some tests wait.
 check-tests:
-	$(PYTEST) -q -n auto --dist worksteal -m 'not integration and not slow and not alone'
+	$(PYTEST) -q -n $(shell expr 1 + $$(nproc)) --dist worksteal -m 'not integration and not slow and not alone'
 
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m tests.chaos $(ARGS)
