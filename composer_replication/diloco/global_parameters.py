@@ -15,7 +15,6 @@ from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.diloco.copied_buffers import CopiedBuffers, has_mean
 from composer_replication.diloco.division import Division, held_tensor
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
-from composer_replication.diloco.outer_health import StepNorms
 from composer_replication.diloco.outer_optimizer import (
     OuterOptimizer,
     is_plain_sgd,
@@ -113,8 +112,8 @@ class GlobalParameters:
             view = views[index]
             view.copy_(part.view(view.shape))
             self.theta[name] = nn.Parameter(view)
-        self._step_norms = StepNorms()
-        """This rank's part of the norms in the last outer step."""
+        self._step_norms = 0.0, 0.0
+        """This rank's part of ``step_norms``."""
         owned = [*self.theta.values()][:count]
         self.optimizer = outer_optimizer(owned)
         _check_is_over(self.optimizer, owned)
@@ -173,8 +172,7 @@ class GlobalParameters:
         divisor = torch.full((), mean.divisor, device=self.device)
         local = self.local()
         unmixed = self._unmixed(alpha)
-        count = len(self.theta)
-        of_momentum = Squares(2 * count)  # before the step, and after it
+        of_momentum = Squares(len(self.theta))
         for chunk in self.layout.chunks:
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
@@ -185,10 +183,9 @@ class GlobalParameters:
                 take_sgd_step(group, divisor, theta, part)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
-                # Both norms while it is in cache. As many ranks hold all of the chunk.
-                of_momentum.add([momentum], [first])
                 take_sgd_step(group, divisor, theta, part, momentum)
-                of_momentum.add([momentum], [count + first])
+                # While it is in cache. As many ranks hold all of the chunk as its first tensor.
+                of_momentum.add([momentum], [first])
                 self._give_back(momentum, self.momentum, chunk.place)
             self._give_back(theta, self.flat, chunk.place)
             if not self.is_shared:
@@ -201,15 +198,7 @@ class GlobalParameters:
                     scratch=part,
                 )
         self._await_rest()
-        before, after = of_momentum.by_tensor.view(2, -1)
-        of_mean = squares / mean.divisor**2
-        self._step_norms = StepNorms(
-            mean=self._norm(of_mean),
-            stepped=self._norm(of_mean[: self.num_parameters]),
-            momentum_before=self._norm(before),
-            momentum=self._norm(after),
-            decay=decay,
-        )
+        self._step_norms = self._norm(squares) / mean.divisor, self._norm(of_momentum.by_tensor)
 
     def _step(self, mean: WeightedMean) -> None:
         """Give the mean to another outer optimizer as gradients, and let it step."""
@@ -238,12 +227,7 @@ class GlobalParameters:
             if momentum is not None:
                 flat = momentum.view(-1)
                 of_momentum.add([flat], [index])
-        of_mean = squares.by_tensor
-        self._step_norms = StepNorms(
-            mean=self._norm(of_mean),
-            stepped=self._norm(of_mean[: self.num_parameters]),
-            momentum=self._norm(of_momentum.by_tensor),
-        )
+        self._step_norms = self._norm(squares.by_tensor), self._norm(of_momentum.by_tensor)
 
     def _unmoved(
         self,
@@ -264,7 +248,7 @@ class GlobalParameters:
     def _norm(self, squares: Tensor) -> float:
         """This rank's part of a norm: other ranks may hold the same tensors."""
         copies = torch.tensor(self.theta_division.copies)
-        own = squares / copies[: len(squares)]
+        own = squares / copies
         return math.sqrt(own.sum())
 
     def frozen(self) -> list[int]:
@@ -582,16 +566,14 @@ class GlobalParameters:
             self.optimizer.state.clear()
             self.momentum.zero_()
 
-    def step_norms(self) -> StepNorms:
-        """The norms of the last outer step that this process has taken; 0 before the first one.
+    def step_norms(self) -> list[float]:
+        """The L2 norms of the mean pseudo-gradient and of the momentum in the last outer step.
 
-        They are over all shards or shares of the group, if it has any: then it is a collective of
-        its ranks.
+        They are of the step that this process has taken last; 0 before the first one. They are over
+        all shards or shares of the group, if it has any: then it is a collective of its ranks.
         """
-        *own, decay = self._step_norms
-        squares = torch.tensor(own, dtype=torch.float64).square()
-        norms = self.theta_division.sum(squares).sqrt()
-        return StepNorms(*norms.tolist(), decay=decay)
+        squares = torch.tensor(self._step_norms, dtype=torch.float64).square()
+        return self.theta_division.sum(squares).sqrt().tolist()
 
 
 def _rounded(

@@ -155,39 +155,7 @@ def learning_rate(*optimizers: Optimizer) -> float | Tensor:
     return max(here, default=1.0)
 
 
-class StepNorms(NamedTuple):
-    """L2 norms in one outer step, over all ranks of the group.
-
-    Attributes:
-        mean: Norm of the mean pseudo-gradient; 0 if there was no outer step.
-        stepped: Its norm over the tensors that the outer optimizer moved.
-        momentum_before: Norm of the outer momentum before the step.
-        momentum: Norm of the outer momentum after it.
-        decay: The outer optimizer's ``momentum``; 0 if it is no SGD with momentum alone.
-    """
-
-    mean: float = 0.0
-    stepped: float = 0.0
-    momentum_before: float = 0.0
-    momentum: float = 0.0
-    decay: float = 0.0
-
-    @property
-    def momentum_cosine(self) -> float | None:
-        """Cosine between the mean pseudo-gradient and the momentum before the step.
-
-        It needs no pass over memory: from ``momentum = decay * momentum_before + mean`` follows the
-        product of the two on the right (ADR-033). None: there was no momentum.
-        """
-        decayed = self.decay * self.momentum_before
-        product = decayed * self.stepped
-        if not product > 0.0:
-            return None
-        twice_the_product = self.momentum**2 - decayed**2 - self.stepped**2
-        return _cosine(twice_the_product / (2 * product))
-
-
-def directions(metrics: Sequence[GroupMetrics], mean_norm: float) -> dict[str, float | None]:
+def group_cosine(metrics: Sequence[GroupMetrics], mean_norm: float) -> float | None:
     """Compute how far the groups' pseudo-gradients agree, from their norms and that of their mean.
 
     The square of a sum is the sum of the squares and of twice all products of two. So the groups'
@@ -198,26 +166,20 @@ def directions(metrics: Sequence[GroupMetrics], mean_norm: float) -> dict[str, f
         mean_norm: L2 norm of the mean of their pseudo-gradients.
 
     Returns:
-        ``group_cosine`` and ``mean_norm_ratio`` of ``SyncReport``. None: fewer than two groups had
-        a pseudo-gradient, so there is nothing to compare.
+        ``group_cosine`` of ``SyncReport``. None: fewer than two groups had a pseudo-gradient, so
+        there is nothing to compare, or a norm is not finite.
     """
     total = sum(group.contribution for group in metrics)
     squares = 0.0
     products = 0.0
-    mean_of_norms = 0.0
+    sum_of_norms = 0.0
     for group in metrics:
         norm = group.contribution / total * group.norm if group.norm > 0.0 else 0.0
         squares += norm**2
-        products += mean_of_norms * norm
-        mean_of_norms += norm
+        products += sum_of_norms * norm
+        sum_of_norms += norm
     if not products > 0.0:
-        return {"group_cosine": None, "mean_norm_ratio": None}
-    return {
-        "group_cosine": _cosine((mean_norm**2 - squares) / (2 * products)),
-        "mean_norm_ratio": mean_norm / mean_of_norms,
-    }
-
-
-def _cosine(value: float) -> float | None:
-    """Clamp a cosine, since rounded norms may put it out of range. None if it is not finite."""
-    return max(-1.0, min(1.0, value)) if math.isfinite(value) else None
+        return None
+    cosine = (mean_norm**2 - squares) / (2 * products)
+    # Rounded norms may put it out of range.
+    return max(-1.0, min(1.0, cosine)) if math.isfinite(cosine) else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.hang_watch import SyncSeconds
-from composer_replication.diloco.outer_health import directions
+from composer_replication.diloco.outer_health import group_cosine
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,9 @@ class SyncReport:
         bytes_float32: (bytes; result) The size that the messages would have in float32.
         pseudo_gradient_norm: (L2 norm; page) Of this group's own pseudo-gradient.
         outer_momentum_norm: (L2 norm) Of the fragment's momentum after the outer step.
-        momentum_cosine: (-1 to 1; result) Cosine between the mean pseudo-gradient of all groups and
-            the fragment's momentum before the outer step, which is a decaying sum of the means of
-            earlier syncs. None before the second outer step, without momentum, and if the outer
-            optimizer is not SGD with momentum alone.
         group_cosine: (-1 to 1; result) Mean cosine between the pseudo-gradients of two groups, each
             pair weighted by the product of its contributions and norms. None: fewer than two groups
             contributed.
-        mean_norm_ratio: (0 to 1) Norm of the mean pseudo-gradient, divided by the mean of the
-            norms: also the mean cosine between a group's pseudo-gradient and the mean. 1 if all are
-            equal, 1 / sqrt(k) if those of k groups are orthogonal and equally long. None as above.
         sync_every: (steps) Inner steps of this group in a round, from now on: by the settings
             ``sync_every`` and ``schedule``, or measured for ``round_seconds``.
         steps_lost: (steps; page, result) Inner steps that this group has thrown away since the
@@ -78,9 +71,7 @@ class SyncReport:
     bytes_float32: int
     pseudo_gradient_norm: float
     outer_momentum_norm: float
-    momentum_cosine: float | None
     group_cosine: float | None
-    mean_norm_ratio: float | None
     sync_every: int
     steps_lost: int
     retries: int
@@ -100,7 +91,7 @@ def report_of(sync: FragmentSync, seconds: SyncSeconds, **counted: Any) -> SyncR
         counted: What the outer loop counts: the other numbers of the report by name.
     """
     mean = sync.mean
-    norms = sync.globals.step_norms()
+    mean_norm, momentum_norm = sync.globals.step_norms()
     outer = sync.globals.optimizer.param_groups[0]
     return SyncReport(
         fragment=sync.fragment_id,
@@ -112,11 +103,10 @@ def report_of(sync: FragmentSync, seconds: SyncSeconds, **counted: Any) -> SyncR
         bytes_sent=mean.num_bytes,
         bytes_float32=mean.num_bytes_float32,
         pseudo_gradient_norm=mean.norm,
-        outer_momentum_norm=norms.momentum,
-        momentum_cosine=norms.momentum_cosine if sync.total_contribution else None,
+        outer_momentum_norm=momentum_norm,
+        group_cosine=group_cosine(sync.result.metrics, mean_norm),
         outer_lr=outer["lr"],
         outer_momentum=outer.get("momentum", 0.0),
         equal_samples=sync.result.equal_samples,
-        **directions(sync.result.metrics, norms.mean),
         **counted,
     )

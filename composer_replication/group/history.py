@@ -18,7 +18,7 @@ MAX_TROUBLES = 100
 """The most unusual syncs that are kept: the newest ones."""
 
 COSINES = 20
-"""Syncs over which the cosines of the outer loop are averaged."""
+"""Syncs over which the cosine between groups is averaged."""
 
 SPEEDS = "_runtime", "_per_second"
 """How the names of an evaluation's times end, which are no result. Trainers write them beside it.
@@ -62,7 +62,7 @@ class History(Course):
         contributed_at: When the newest sync to which it has contributed was over.
         continued_at: When the run was last continued; 0 if it never was.
         troubles: Rows of a time and what was unusual about a sync.
-        cosines: Of the newest syncs, those of the mean with the momentum and between groups.
+        cosines: Those between groups, of the newest syncs.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class History(Course):
         self.contributed_at = 0.0
         self.continued_at = 0.0
         self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_TROUBLES)
-        self.cosines: deque[tuple[float, float]] = deque(maxlen=COSINES)
+        self.cosines: deque[float] = deque(maxlen=COSINES)
         self._fragment_bytes: dict[int, int] = {}
         self._position = 0.0
         self._inner_s = 0.0
@@ -149,9 +149,9 @@ class History(Course):
         self._fragment_bytes[metric("fragment")] = ranks * metric("bytes_float32")
         if digest := metric("global_digest"):
             self.add_digest(step, digest)
-        cosines = metric("momentum_cosine", None), metric("group_cosine", None)
-        if None not in cosines:
-            self.cosines.append(cosines)
+        cosine = metric("group_cosine", None)
+        if cosine is not None:
+            self.cosines.append(cosine)
         if metric("contribution", 1.0):
             self.contributed_at = at
         self.fruitless = 0 if metric("total_contribution", 1.0) else self.fruitless + 1

@@ -189,7 +189,7 @@ def result_of(run: Run) -> list[tuple[str, str]]:
         ("evaluation", ", ".join(evaluation)),
         ("sent by each group", _describe_traffic(run)),
         ("global parameters", _describe_digests(run)),
-        ("outer loop", _describe_cosines(run)),
+        ("outer loop", _describe_cosine(run)),
         ("thrown away", ", ".join(lost)),
         ("lost and came back", ", ".join(came_back)),
     )
@@ -276,12 +276,9 @@ def _describe_traffic(run: Run) -> str:
     )
 
 
-def _describe_cosines(run: Run) -> str:
+def _describe_cosine(run: Run) -> str:
     cosines = max((group.cosines for group in run), key=len)
-    if len(cosines) < COSINES:
-        return ""
-    momentum, between = map(mean, zip(*cosines, strict=True))
-    return f"cosine with the momentum {momentum:.2f}, between groups {between:.2f}"
+    return f"cosine between groups {mean(cosines):.2f}" if len(cosines) == COSINES else ""
 
 
 # ---- plain values for programs -----------------------------------------------------------------

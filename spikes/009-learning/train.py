@@ -20,7 +20,7 @@ from jobs import MODELS, data_of
 from torch import nn
 from torchft.data import DistributedSampler
 
-from composer_replication import DiLoCo, SyncReport, simulate
+from composer_replication import DiLoCo, simulate
 from composer_replication.diloco import hang_watch
 from composer_replication.simulation import Fault, SimulationError
 from examples.quickstart.byte_gpt import BitsPerByte
@@ -30,9 +30,6 @@ PRETRAINED = Cell(
     model="small", data="manual", batch=16, lr=1.5e-3, warmup=20, final_lr=0.0, beta2=0.999
 )
 """How a model that is not fresh was trained, but for the steps and the seed: data parallel."""
-
-SYNCS = 120
-"""Of so many, the first ones, a training keeps what was measured: that is for an early verdict."""
 
 
 def train(cell: Cell) -> dict[str, Any]:
@@ -45,16 +42,14 @@ def train(cell: Cell) -> dict[str, Any]:
         ``text``, the name of what it was trained and evaluated on; ``bits``, held-out bits per byte
         (of a picture: per label) of the global weights at the end; ``accuracy`` there; ``loss``,
         the training loss of group 0 in nats, as a mean over each 60th of the run; ``held_out``, as
-        ``bits`` along the run, if it is asked for; ``syncs``, what group 0 measured in the first
-        ones, see ``_measured``; ``seconds``, and those of a processor.
+        ``bits`` along the run, if it is asked for; ``seconds``, and those of a processor.
     """
     began, used = time.monotonic(), time.process_time()
     if cell.wire_format == two_bits.NAME:
         two_bits.register()
     curve: list[float] = []
-    syncs: list[list[float | None]] = []
     if cell.groups:
-        model, losses = _simulated(cell, curve, syncs)
+        model, losses = _simulated(cell, curve)
     else:
         model = _model(cell)
         losses = _steps(cell, model, _inner(cell, model), rank=0, curve=curve)
@@ -65,19 +60,16 @@ def train(cell: Cell) -> dict[str, Any]:
         "accuracy": round(accuracy, 5),
         "loss": [round(value, 4) for value in losses],
         **({"held_out": [round(value, 5) for value in curve]} if cell.curve else {}),
-        **({"syncs": syncs} if cell.groups else {}),
         "seconds": round(time.monotonic() - began, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }
 
 
-def _simulated(
-    cell: Cell, curve: list[float], syncs: list[list[float | None]]
-) -> tuple[nn.Module | None, list[float]]:
+def _simulated(cell: Cell, curve: list[float]) -> tuple[nn.Module | None, list[float]]:
     _model(cell)  # what it was pretrained to is there now for all groups
     try:
         results = simulate(
-            lambda sim: _group(cell, sim, curve, syncs),
+            lambda sim: _group(cell, sim, curve),
             num_replicas=cell.groups + cell.away,
             faults=_comings_and_goings(cell),
             timeout_s=None,
@@ -91,9 +83,7 @@ def _simulated(
     return results[0][:2]
 
 
-def _group(
-    cell: Cell, sim: Any, curve: list[float], syncs: list[list[float | None]]
-) -> tuple[nn.Module, list[float], str]:
+def _group(cell: Cell, sim: Any, curve: list[float]) -> tuple[nn.Module, list[float], str]:
     model = _model(cell)
     inner = _inner(cell, model)
     if cell.periods:
@@ -130,20 +120,7 @@ def _group(
         rank, own = sim.replica_id, [] if sim.replica_id else curve
         losses = _steps(cell, model, inner, rank=rank, after_step=average, curve=own)
         diloco.final_sync()
-        if not sim.replica_id:
-            syncs += map(_measured, diloco.pop_finished_syncs()[:SYNCS])
         return model, losses, diloco.global_digest()
-
-
-def _measured(report: SyncReport) -> list[float | None]:
-    """The mean's cosine with the momentum, the groups' with each other, and three norms.
-
-    The first is the mean's over the groups', then that of this group's pseudo-gradient and of the
-    momentum.
-    """
-    own = (report.momentum_cosine, report.group_cosine, report.mean_norm_ratio)
-    norms = (report.pseudo_gradient_norm, report.outer_momentum_norm)
-    return [value if value is None else float(f"{value:.3g}") for value in (*own, *norms)]
 
 
 def _schedule(cell: Cell) -> list[dict[str, Any]]:

@@ -148,11 +148,11 @@ def test_a_resume_past_the_warm_up_goes_on_as_before_with_the_checkpoint_of_an_o
 def test_the_warm_up_has_twenty_outer_steps_of_each_fragment():
     def replica(group):
         group.learn(0, 48)
-        return group.of_reports("fragment", "outer_lr", "momentum_cosine")
+        return group.of_reports("fragment", "outer_lr", "outer_momentum_norm")
 
     settings = WARM | {"sync_every": 2, "num_fragments": 2}
     (reports, _) = run(2, replica, **settings)
     for fragment in range(2):
         own = [report for report in reports if report[0] == fragment]
         assert [lr for _, lr, _ in own] == [1.0] * 20 + [0.7] * 4
-        assert [cosine is None for *_, cosine in own] == [True] * 21 + [False] * 3
+        assert [norm > 0 for *_, norm in own] == [False] * 20 + [True] * 4

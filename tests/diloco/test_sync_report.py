@@ -24,7 +24,7 @@ COLUMNS = re.findall(r'\(g\) => .*g(?:\.metrics\?\.\["diloco/|\.)(\w+)', PAGE)
 """What the page's table of groups shows of a group."""
 OWN_OF_PAGE = ("agreement", "events", "failure", "groups")
 """What it shows of the syncs in a run's folder, beside that table and the result."""
-USUAL = {"diloco/momentum_cosine": 0.25, "diloco/group_cosine": 0.25, "diloco/steps_lost": 0}
+USUAL = {"diloco/group_cosine": 0.25, "diloco/steps_lost": 0}
 UNUSUAL = {
     "outer_step": 99,
     "fragment": 1,

@@ -61,8 +61,7 @@ def test_the_share_of_time_in_inner_steps_leaves_out_syncs_and_stops(tmp_path):
 
 
 def test_the_result_comes_first_in_the_text(tmp_path):
-    cosines = {"diloco/momentum_cosine": 0.25, "diloco/group_cosine": 0.5}
-    syncs = [sync(step, ranks=2, **cosines) for step in range(1, 9)]
+    syncs = [sync(step, ranks=2, **{"diloco/group_cosine": 0.5}) for step in range(1, 9)]
     run_dir = write_run(tmp_path, syncs, evaluation=BITS)
     for at in (0.0, 9.0):
         write_events(run_dir / "replica_1", "start", {"time": at, "started": at})
@@ -77,16 +76,13 @@ def test_the_result_comes_first_in_the_text(tmp_path):
     ]  # fmt: skip
 
 
-def test_the_cosines_of_the_outer_loop_are_means_over_the_last_twenty_syncs(tmp_path):
-    def measured(momentum):
-        return {"diloco/momentum_cosine": momentum, "diloco/group_cosine": 0.12}
-
-    syncs = [sync(step, **measured(0.4 if step > 11 else 0.2)) for step in range(1, 22)]
+def test_the_cosine_between_groups_is_the_mean_over_the_last_twenty_syncs(tmp_path):
+    cosines = [0.2] * 11 + [0.4] * 10
+    syncs = [sync(n, **{"diloco/group_cosine": each}) for n, each in enumerate(cosines, 1)]
     write_events(tmp_path / "replica_0", "sync", *syncs[:19])
     assert "outer loop" not in dict(describe(open_run(tmp_path)))
     write_events(tmp_path / "replica_0", "sync", *syncs[19:])
-    text = "cosine with the momentum 0.30, between groups 0.12"
-    assert dict(describe(open_run(tmp_path)))["outer loop"] == text
+    assert dict(describe(open_run(tmp_path)))["outer loop"] == "cosine between groups 0.30"
 
 
 def test_a_jobs_own_evaluation_is_shown_also_before_its_end(tmp_path):
