@@ -14,7 +14,7 @@ from torch import Tensor, _foreach_copy_, _foreach_norm  # pyright: ignore[repor
 
 from composer_replication.diloco.division import Division
 
-CHUNK = 2**18
+CHUNK = 2**19
 """Elements of a chunk on a CPU: what is written is still in cache when it is read again."""
 
 SCRATCH = 2**26
