@@ -279,7 +279,7 @@ class FragmentSync:
         if self.phase is Phase.SENT:
             self.result = self._works[-1].result
             if self.result.rows:
-                self._state.was_compared()
+                self._state.compare_next = False  # they have been compared
         self._works = []
         self.phase = Phase.FAILED  # also if the vote raises
         if self._manager.should_commit():

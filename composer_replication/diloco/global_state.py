@@ -79,7 +79,7 @@ class GlobalState:
         self.compare_next = False
         """Whether the next sync compares digests."""
         self.was_healed = False
-        """Whether a heal has replaced this state since the last sync."""
+        """Whether a heal has replaced this state since this group last reported a sync."""
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The global parameters and buffers by name; the tensors themselves, not copies.
@@ -113,11 +113,6 @@ class GlobalState:
             digests = self.fragment_digests()
             return tuple(map(as_number, digests))
         return (0,) * len(self.fragments)
-
-    def was_compared(self) -> None:
-        """Note that a sync's groups have compared their states."""
-        self.compare_next = False
-        self.was_healed = False
 
     def fragment_digests(self) -> list[str]:
         """SHA-256, in hex, of what this rank holds of each fragment. It is no collective.

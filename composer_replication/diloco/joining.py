@@ -65,7 +65,7 @@ def join(loop: OuterLoop, start_refusal: str | None) -> bool:
             barrier.vote_to_start(device)
             if manager.should_commit():
                 loop.finish_heal()
-                if loop.has_healed:  # this group's checkpoint was older
+                if loop.state.was_healed:  # this group's checkpoint was older
                     loop.steps_left = loop.steps_before_sync
                 loop.set_torchft_step()
                 return False

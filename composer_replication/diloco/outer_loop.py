@@ -59,7 +59,6 @@ class OuterLoop:
         steps_left: Inner steps until the next outer step.
         reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
         ends_with_next_step: Whether the next inner step is the last one.
-        has_healed: Whether this group has taken over the global state since its last report.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class OuterLoop:
         self.steps_left = self.steps_before_sync
         self.reports: list[SyncReport] = []
         self.ends_with_next_step = False
-        self.has_healed = False
         try:
             manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         except (AssertionError, ValueError) as error:  # torchft's, and the simulation's
@@ -288,13 +286,13 @@ class OuterLoop:
             sync_every=self.steps_before_sync * len(self.fragments),
             steps_lost=self._steps_lost,
             retries=retries,
-            healed=self.has_healed,
+            healed=self.state.was_healed,
             global_digest=self.state.digest() if has_digest else None,
         )
         self.reports.append(report)
         if fragment.mean.contribution:
             self.first_batches.were_compared()
-        self.has_healed = False
+        self.state.was_healed = False
         self._steps_lost = 0
 
     def _choose_round_length(self, seconds: SyncSeconds) -> None:
@@ -377,7 +375,6 @@ class OuterLoop:
             self.in_flight.abandon()
             self.in_flight.end()
         self._forget_local(self.fragments)
-        self.has_healed = True
         self._has_unfinished_heal = True
 
     def finish_heal(self) -> bool:

@@ -30,7 +30,7 @@ class PeerRow(NamedTuple):
     Attributes:
         has_more: Whether it still trains, or has steps that are not in the global parameters yet.
         is_joining: Whether it joins with this sync and contributes nothing.
-        was_healed: Whether it has taken over the global state since its last sync.
+        was_healed: Whether it has taken over the global state since it last reported a sync.
         outer_step: Its outer step.
         metrics: Its contribution, norm and pace in this sync.
         samples: How much of its sample stream is in the model once this sync has committed.

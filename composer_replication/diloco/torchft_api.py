@@ -103,7 +103,21 @@ class DiLoCoManager(Protocol):
         ...
 
 
-class StockManager:
+class TellsNothing:
+    """The part of a ``DiLoCoManager`` whose groups tell each other nothing beside a sync."""
+
+    def fetched_state(self) -> None:
+        """No state: nobody downloads one before a quorum."""
+
+    def serve_state(self, source: Any) -> None:
+        """Serve nothing outside of a quorum."""
+
+    def on_other_datasets(self) -> list[str]:
+        """No groups: they do not know what the others divide."""
+        return []
+
+
+class StockManager(TellsNothing):
     """Makes torchft's own Manager a ``DiLoCoManager``.
 
     Its groups send each other no reports. So nobody compares settings, names a group at fault,
@@ -139,16 +153,6 @@ class StockManager:
         gathered.zero_()
         gathered.view(-1, own.numel())[rank] = own
         return self.stock.allreduce(gathered, reduce_op=ReduceOp.SUM)
-
-    def fetched_state(self) -> None:
-        """No state: joiners get theirs in the quorum."""
-
-    def serve_state(self, source: Any) -> None:
-        """Serve nothing: torchft serves it in the quorum."""
-
-    def on_other_datasets(self) -> list[str]:
-        """No groups: they do not tell each other what they divide."""
-        return []
 
 
 def as_diloco_manager(manager: Any) -> DiLoCoManager:

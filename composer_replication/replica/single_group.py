@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from composer_replication.diloco.torchft_api import TellsNothing
 from composer_replication.replica.ranks import gather
 
 
@@ -27,7 +28,7 @@ class Collective(NamedTuple):
     wait: Callable[[], bool]
 
 
-class SingleGroupManager:
+class SingleGroupManager(TellsNothing):
     """Takes the place of torchft's ``Manager`` where a run has one replica group.
 
     A sum over the groups is the group's own tensor, there is nobody to heal or to be healed by, and
@@ -185,16 +186,6 @@ class SingleGroupManager:
         """Restore the step counters from a checkpoint."""
         self._step = state_dict["step"]
         self._batches_committed = state_dict["batches_committed"]
-
-    def fetched_state(self) -> None:
-        """No state: nobody downloads one before a quorum."""
-
-    def serve_state(self, source: object) -> None:
-        """Serve nothing, for the reason given at ``fetched_state``."""
-
-    def on_other_datasets(self) -> list[str]:
-        """No groups: they do not tell each other what they divide."""
-        return []
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: nobody waits for this group."""
