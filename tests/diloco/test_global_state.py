@@ -12,6 +12,7 @@ from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.outer_optimizer import nesterov_sgd
 from composer_replication.diloco.torchft_api import STATE_NAME
+from composer_replication.replica.heal.state_bytes import dump, load
 from composer_replication.settings import FIXED, DiLoCoSettings, SettingsMismatch
 
 CPU = torch.device("cpu")
@@ -59,6 +60,16 @@ def downloaded(state, name="the first"):
 @pytest.fixture(params=OUTER)
 def outer(request):
     return OUTER[request.param]
+
+
+def test_a_group_that_was_healed_offers_the_state_under_its_donors_name(outer):
+    donor, joiner = State(0, outer), State(1, outer)
+    for state in (donor, joiner):
+        state.fingerprint["schedule"] = [{"outer_step": 21}]
+    donor.take_outer_step()
+    sent = b"".join(dump(donor.for_joiner()))
+    joiner.take_over(load(memoryview(bytearray(sent))), "the donor")
+    assert b"".join(dump(joiner.for_joiner())) == sent
 
 
 @pytest.fixture

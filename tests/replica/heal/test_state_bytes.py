@@ -39,6 +39,14 @@ def test_what_went_in_comes_out():
             assert found[name] == value
 
 
+def test_equal_states_have_equal_bytes_whichever_parts_of_them_are_the_same_object():
+    key = "outer_step"
+    other = "".join([*key])
+    assert other == key and other is not key
+    one, same = ({key: 3, "schedule": [{each: 1}]} for each in (key, other))
+    assert joined(one) == joined(same)
+
+
 def test_the_digest_is_that_of_the_bytes_however_they_are_divided():
     body = memory(2 * HASH_CHUNK + 3)
     for sizes in ((1, HASH_CHUNK), (HASH_CHUNK, HASH_CHUNK), (HASH_CHUNK + 7, 0, 5)):
