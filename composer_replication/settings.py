@@ -468,9 +468,9 @@ def _check_scheduled(values: Mapping[str, Any], where: str = "") -> None:
 # ---- same settings?
 
 FIXED = ("num_fragments", "fragment_patterns", "wire_format")
-"""Settings that a resume cannot change: they define the fragments and the messages. Other groups
-that resume have them from their checkpoints, and a message of another size would abort these groups
-inside gloo before the settings could be compared."""
+"""Settings that a resume cannot change: they define the fragments and the messages, and a
+checkpoint holds parts of both. A checkpoint without one of these keys cannot be resumed: a further
+key needs the value that older checkpoints had."""
 
 FIXED_WITH_BUFFERS = (*FIXED, "sync_buffers")
 """The same for a model of which ``sync_buffers`` decides what is synchronised."""

@@ -31,10 +31,10 @@ whose memory may not have room for them twice: there the copy is quick."""
 
 
 class Staged(NamedTuple):
-    """Another group's state, copied and hashed before the quorum in which it is taken over.
+    """Another group's state, copied before the quorum in which it is taken over.
 
     Attributes:
-        name: Its name, see ``STATE_NAME``.
+        name: Its name, see ``STATE_NAME``: the quorum's donor has the same state if it names it so.
         numbers: Those of each fragment.
         digests: Those of each fragment, see ``GlobalState.fragment_digests``.
     """
@@ -118,7 +118,8 @@ class GlobalState:
         """SHA-256, in hex, of what this rank holds of each fragment. It is no collective.
 
         They are computed once for each version of the state: a donor computes them when a joiner
-        downloads the state, and sends them in the joiner's quorum.
+        downloads the state, and sends them in the joiner's quorum. After a heal from a staged state
+        they are those of the bytes that were received.
         """
         version = self.version
         known_of, digests = self._digests
@@ -266,8 +267,12 @@ class GlobalState:
     ) -> None:
         """Load what ``state_dict`` returned in another group.
 
+        Of a state that was staged under the same name, the copies are taken, and nothing is copied
+        again.
+
         Raises:
             SettingsMismatch: That group has other settings, or another model.
+            ValueError: A tensor is missing or has another shape or dtype.
         """
         staged = self._staged
         if staged is not None and staged.name != state_dict.get(STATE_NAME):
@@ -361,6 +366,8 @@ def load_outer_state(
     copied: Numbers = None,
 ) -> None:
     """Take over what ``GlobalState.state_dict`` had of a fragment, here or in another group.
+
+    The fragment continues with these parameters and this outer momentum, in its own memory.
 
     Args:
         globals_: The global parameters of the same fragment.

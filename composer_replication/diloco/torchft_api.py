@@ -17,8 +17,8 @@ HEAL_STATE = "diloco"
 the large part of what a joiner fetches, so ``replica.heal`` also serves it before a quorum."""
 
 STATE_NAME = "sha256"
-"""Key under which a global state that was downloaded has its name, the SHA-256 of its bytes. What a
-joiner has prepared for a state serves for every state of the same name."""
+"""Key under which a global state that was downloaded has its name, a hash over its bytes. Equal
+states have the same name in all groups: what a joiner has prepared for one serves for another."""
 
 
 class DiLoCoManager(Protocol):

@@ -226,7 +226,11 @@ class ReplicaManager(InterruptibleManager):
         self._checkpoint_transport.serve(self.current_step, source, lambda: self._is_syncing)
 
     def fetched_state(self) -> dict[str, Any] | None:
-        """Return the global state that was fetched before the first quorum."""
+        """Return the global state that was fetched before the first quorum; None if there is none.
+
+        If the others have committed since, it waits for their next commit and fetches again, see
+        ``HealTransport.newest``.
+        """
         return self._checkpoint_transport.newest()
 
     def start_quorum(

@@ -32,14 +32,18 @@ class WeightedMean:
     arrived is checked against the groups' metrics (``doubt``). After a doubt the groups gather each
     other's messages, and sum those that are sound (``find_unsound``).
 
+    Another rule of the mean is a subclass with its own ``send``, ``doubt`` and ``sum_sound``: after
+    a doubt the last one alone computes the mean.
+
     Args:
         layout: The order of what this rank sends of the tensors. It is the same in all groups.
 
     Attributes:
         device: Where the messages live, and the model.
-        messages: The 1-D fp32 tensors that are summed over the groups in place.
+        messages: This group's values and weight, 1-D fp32, which ``send`` sums in place.
         flat: The memory of all ranks' shares, of which this rank's has what is sent.
-        sums: ``divisor`` times the mean, 1-D fp32: this rank's share of each tensor.
+        sums: ``divisor`` times the mean, 1-D fp32: this rank's share of each tensor. ``divisor`` is
+            the sum of all weights, or 1 where the messages have the mean itself.
     """
 
     def __init__(self, layout: Layout) -> None:

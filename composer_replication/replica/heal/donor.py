@@ -42,7 +42,8 @@ class Part(NamedTuple):
     """A part of a donor's state.
 
     Attributes:
-        name: Its SHA-256, by ``state_bytes.digest_of_bytes``.
+        name: The SHA-256 over the SHA-256s of 16 MiB each of its bytes. Equal states have equal
+            bytes, whichever group has them (``state_bytes``).
         num_bytes: Its size.
     """
 

@@ -4,10 +4,10 @@ torchft's own ``HTTPTransport`` unpickles whatever the peer sends. It advertises
 name, whatever ``hostname`` is. And it serves only while the donor waits in a quorum, so that a slow
 download stops all groups.
 
-Here the state has a name, its SHA-256. While a joiner fetches its state inside a quorum, all other
-groups wait with it, for ``timeout`` at most. So a joiner fetches before it asks for a quorum.
-Meanwhile it sends the lighthouse no heartbeat, so no quorum waits for it. In the quorum it then
-needs only the name, and sees that it has this state already (ADR-011).
+Here the state has a name, a hash over its bytes (``Part``). While a joiner fetches its state inside
+a quorum, all other groups wait with it, for ``timeout`` at most. So a joiner fetches before it asks
+for a quorum. Meanwhile it sends the lighthouse no heartbeat, so no quorum waits for it. In the
+quorum it then needs only the name, and sees that it has this state already (ADR-011).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
 
     Attributes:
         serve: ``Donor.serve``.
-        downloaded: The newest global state of a peer, until a heal has taken it over.
+        downloaded: The newest global state of a peer, until it is given to a heal.
     """
 
     def __init__(
