@@ -18,7 +18,13 @@ from composer_replication.data.sample_stream import FixedShards, StreamPosition,
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.sample_ledger import check_keeps_all_steps
 from composer_replication.options import ReplicaOptions, replica_id_of
-from composer_replication.replica.ranks import ask_on_rank_0, rank
+from composer_replication.replica.ranks import (
+    Answer,
+    ask_on_rank_0,
+    await_on_rank_0,
+    begin_on_rank_0,
+    rank,
+)
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +225,7 @@ class LeasedData(GroupData):
 
     def _open_stream(self) -> None:
         """Release the current stream, so that its other samples become available; read another."""
-        stream = ask_on_rank_0(self._exchange_stream)
+        stream = self._from_coordinator(self._exchange_stream)
         self._diloco.read_from(stream)
         self._read(stream, StreamPosition())
 
@@ -235,7 +241,13 @@ class LeasedData(GroupData):
     def _read(self, stream: int, position: StreamPosition) -> None:
         self._stream = stream
         source = functools.partial(self._client.lease, stream)
-        self._reader = self._loader.read(source, position, self._has_more)
+        self._reader = self._loader.read(
+            source, position, self._has_more, self._diloco.hang_watch.note_progress
+        )
+
+    def _from_coordinator(self, ask: Callable[[], Answer]) -> Answer:
+        """What rank 0 hears from the coordinator, however long that is away: it is no hang."""
+        return await_on_rank_0(begin_on_rank_0(ask), self._diloco.hang_watch.note_progress)
 
     def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
         """Prepare for a batch, before the trainer reads it."""
@@ -265,8 +277,7 @@ class LeasedData(GroupData):
         otherwise no group would train on the samples of one that dies after the others have ended.
         """
         while True:
-            with self._diloco.hang_watch.waiting_for_others():  # the coordinator may be away
-                has_more = ask_on_rank_0(self._ask_for_more)
+            has_more = self._from_coordinator(self._ask_for_more)
             if has_more is not None:
                 return has_more
             outer_step = self._diloco.outer_step

@@ -105,6 +105,7 @@ class ReplicaDataLoader(DataLoader):
         source: LeaseSource,
         position: StreamPosition,
         has_more: Callable[[], bool],
+        note_wait: Callable[[], object] = bool,
     ) -> StreamReader:
         """Read another stream, beginning with the next batch.
 
@@ -112,11 +113,12 @@ class ReplicaDataLoader(DataLoader):
             source: Of the stream's leases.
             position: Where to begin.
             has_more: Called on every rank when the stream pauses: whether to continue this epoch.
+            note_wait: Called now and then while the loader waits for a lease.
 
         Returns:
             The stream's reader.
         """
-        reader = StreamReader(self.spec, source, position)
+        reader = StreamReader(self.spec, source, position, note_wait)
         self._samples.reader = reader
         self._samples.positions.clear()
         self.position = position

@@ -10,8 +10,9 @@ import inspect
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,13 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease, shuffled
 from composer_replication.diloco.equal_samples import digest_of_samples
 from composer_replication.options import ReplicaOptions, replica_id_of
-from composer_replication.replica.ranks import ask_on_rank_0, rank
-from composer_replication.util.daemon_executor import DaemonExecutor
+from composer_replication.replica.ranks import await_on_rank_0, begin_on_rank_0
 
 LeaseSource = Callable[[int, int], Lease]
 """A function that returns the lease of a number, the same for every call. Rank 0 calls it.
 
 The second argument is an epoch: a new lease is from it, or from the rest of an earlier one.
 """
-
-POLL_S = 1.0
-"""How long the other ranks wait at a time for the lease that rank 0 asks for, in seconds."""
-
-_EXECUTOR = DaemonExecutor()
 
 
 @dataclass(frozen=True)
@@ -50,15 +45,23 @@ class StreamReader:
         dataset: Whose samples.
         source: Of the leases.
         position: Where to begin.
+        note_wait: Called now and then while the reader waits for a lease.
 
     Attributes:
         is_closed: Whether the coordinator has closed the stream, because the other groups have
             committed a sync without this one.
     """
 
-    def __init__(self, dataset: DatasetSpec, source: LeaseSource, position: StreamPosition) -> None:
+    def __init__(
+        self,
+        dataset: DatasetSpec,
+        source: LeaseSource,
+        position: StreamPosition,
+        note_wait: Callable[[], object] = bool,
+    ) -> None:
         self._dataset = dataset
         self._source = source
+        self._note_wait = note_wait
         self._number = position.number
         self._samples = position.samples
         self._current: deque[int] = deque()
@@ -91,9 +94,7 @@ class StreamReader:
         while not self._current:
             if self._next is None:
                 self._next = self._ask(self._number, epoch)
-            # The other ranks do not wait for one answer longer than a collective may take.
-            while (lease := ask_on_rank_0(self._answer)) is None:
-                continue
+            lease = await_on_rank_0(self._next, self._note_wait)
             if lease.start == lease.stop:  # the stream pauses here
                 return lease
             self._next = self._ask(self._number + 1, epoch)
@@ -110,13 +111,7 @@ class StreamReader:
         The coordinator may lose its state at any moment. If each rank asked, one could get a lease
         and another a pause, and they would wait for each other in different collectives.
         """
-        return None if rank() else _EXECUTOR.submit(self._source, number, epoch)
-
-    def _answer(self) -> Lease | None:
-        """The lease that rank 0 has asked for; None if there is no answer yet."""
-        assert self._next is not None, "rank 0 has asked"
-        is_there = wait([self._next], timeout=POLL_S).done
-        return self._next.result() if is_there else None
+        return begin_on_rank_0(partial(self._source, number, epoch))
 
 
 class FixedShards:

@@ -237,7 +237,7 @@ class GlobalState:
             fragment.follow(lr, momentum, nesterov)
 
     def stage(self, state_dict: dict[str, Any]) -> None:
-        """Copy and hash another group's state now, so that ``take_over`` need not.
+        """Copy and hash another group's state now, so that ``take_over`` need not (``Numbers``).
 
         A joiner does this before its quorum, in which all groups wait for it. The state itself does
         not change: there may be no quorum, or one that heals from a later state, of another name. A
@@ -267,8 +267,7 @@ class GlobalState:
     ) -> None:
         """Load what ``state_dict`` returned in another group.
 
-        Of a state that was staged under the same name, the copies are taken, and nothing is copied
-        again.
+        Of a state that was staged under the same name, the copies are taken.
 
         Raises:
             SettingsMismatch: That group has other settings, or another model.
@@ -367,12 +366,13 @@ def load_outer_state(
 ) -> None:
     """Take over what ``GlobalState.state_dict`` had of a fragment, here or in another group.
 
-    The fragment continues with these parameters and this outer momentum, in its own memory.
+    The fragment continues with these parameters and this outer momentum.
 
     Args:
         globals_: The global parameters of the same fragment.
         state: What it had.
-        copied: What ``copy_numbers`` has made of it. The fragment continues in its memory.
+        copied: What ``copy_numbers`` has made of it: the fragment continues in this memory. None:
+            they are copied into the fragment's own.
 
     Raises:
         ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import math
 import os
 import resource
 import sys
@@ -69,7 +68,7 @@ class HangWatch:
         self._progress_at = time.monotonic()
 
     @contextmanager
-    def waiting_for_others(self, limit_s: float = math.inf) -> Iterator[None]:
+    def waiting_for_others(self, limit_s: float) -> Iterator[None]:
         """A context in which this process may be idle for longer, since it waits for others.
 
         Args:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from composer_replication.util.daemon_executor import DaemonExecutor
+
 Answer = TypeVar("Answer")
+
+POLL_S = 1.0
+"""How long the other ranks wait at a time for what rank 0 awaits, in seconds."""
+
+_EXECUTOR = DaemonExecutor()
 
 
 def rank() -> int:
@@ -70,3 +78,27 @@ def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
     if error is not None:
         raise error
     return answer
+
+
+def begin_on_rank_0(ask: Callable[[], Answer]) -> Future[Answer] | None:
+    """Call a function on a thread of rank 0, for ``await_on_rank_0``; None on the other ranks."""
+    return None if rank() else _EXECUTOR.submit(ask)
+
+
+def await_on_rank_0(begun: Future[Answer] | None, note_wait: Callable[[], object]) -> Answer:
+    """Give every rank what a function that has begun on rank 0 returns, or raise its error.
+
+    It may take longer than a collective may: the ranks ask every ``POLL_S`` if it has ended.
+
+    Args:
+        begun: From ``begin_on_rank_0``.
+        note_wait: Called every ``POLL_S``.
+    """
+
+    def answer() -> tuple[Answer] | None:
+        assert begun is not None, "rank 0 has begun it"
+        return (begun.result(),) if wait([begun], timeout=POLL_S).done else None
+
+    while (answered := ask_on_rank_0(answer)) is None:
+        note_wait()
+    return answered[0]

@@ -3,13 +3,22 @@
 Run: pytest tests/data/test_group_data.py. Simulated network; with a coordinator: test_leases.py.
 """
 
+import time
+from types import SimpleNamespace
+
 import pytest
 import torch
 from harness.trainers import Each, TinyModel, callback_of, saving, trainer_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader, simulate
+from composer_replication.coordinator.wire_types import Lease
+from composer_replication.data.group_data import LeasedData
+from composer_replication.diloco.sample_ledger import Ledger
 from composer_replication.group import reports, run_folder
+from composer_replication.options import ReplicaOptions
+from composer_replication.replica import ranks
+from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.json_files import read_json
 
 LENGTH = 44
@@ -85,3 +94,56 @@ def test_the_end_of_epochs_is_known_from_the_samples_that_are_done(tmp_path, mon
     assert len(ends) == trained and all(abs(end - trained) <= 1 for end in ends)
     assert ends[-1] in range(trained, trained + 2)
     assert all(status["seconds_left"] >= 0 for status in seen)
+
+
+class LateCoordinator:
+    """Answers each request after a while; it has one lease, and all else is done."""
+
+    ANSWERS = {
+        "open_stream": 7,
+        "progress": [{"epoch": 0, "done": 4, "length": 4, "available": 0}],
+    }
+
+    def __getattr__(self, name):
+        def answer(*request):
+            time.sleep(0.1)
+            return self.ANSWERS.get(name)
+
+        return answer
+
+    def lease(self, stream, number, epoch):
+        time.sleep(0.1)
+        return Lease(number, epoch, 0, 0, 0 if number else 4, 4 * bool(number))
+
+    def with_limits(self, **limits):
+        return self
+
+
+def test_a_wait_for_the_coordinator_is_no_hang(monkeypatch):
+    monkeypatch.setattr(ranks, "POLL_S", 0.01)
+    noted = []
+    ledger = Ledger(num_fragments=1)
+    diloco = SimpleNamespace(
+        settings=DiLoCoSettings(),
+        ledger=ledger,
+        read_from=ledger.read_from,
+        has_joined_others=True,
+        inner_steps=0,
+        hang_watch=SimpleNamespace(note_progress=lambda: noted.append(1)),
+    )
+    member = SimpleNamespace(
+        client=LateCoordinator(), replica_id="0", session="s", send_report=lambda client: None
+    )
+    loader = ReplicaDataLoader(TensorDataset(torch.arange(4)), 4, dataset_id="d", unit_size=4)
+    data = LeasedData(loader, diloco, ReplicaOptions(), member, sync_idle=lambda: None)
+
+    def noted_in(wait):
+        noted.clear()
+        wait()
+        return len(noted) > 3
+
+    assert noted_in(data.start)  # opens a stream
+    data.before_batch(0, 0, 1)
+    batches = iter(loader)
+    assert noted_in(lambda: next(batches))  # waits for a lease
+    assert noted_in(lambda: list(batches))  # waits for the end

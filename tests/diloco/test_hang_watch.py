@@ -42,7 +42,7 @@ LIMIT_OF_A_SYNC = ["hang_timeout_s=0.5 and the 1 s of its wait"]
 HANGS = [
     ("wait_in_vain(20.0)", 0.5,
      ["completed nothing for", "hang_timeout_s=0.5", "in wait_in_vain", "Current thread"]),
-    ("with watch.waiting_for_others(): pass\nwait_in_vain(20.0)", 0.5, []),
+    ("with watch.waiting_for_others(9.0): pass\nwait_in_vain(20.0)", 0.5, []),
     ("while True: pass", 2.0, ["no step, sync, save or evaluation for"]),
     (f"{IN_A_SYNC}wait_in_vain(20.0)", 1.5, LIMIT_OF_A_SYNC),
     (f"{IN_A_SYNC}clock.quorum_formed(); wait_in_vain(20.0)", 1.5, LIMIT_OF_A_SYNC),
@@ -60,7 +60,11 @@ def test_a_hang_ends_the_process_and_says_where(training, at_least_s, texts):
 NO_HANG = {
     "a long computation": "end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass",
     "an evaluation that moves": "for _ in range(15): wait_in_vain(0.1); watch.note_progress()",
-    "a wait for other groups": "with watch.waiting_for_others():\n    wait_in_vain(1.5)",
+    "a wait for other groups": "with watch.waiting_for_others(9.0):\n    wait_in_vain(1.5)",
+    "a wait for the coordinator": "from composer_replication.replica import ranks\n"
+    "ranks.POLL_S = 0.1\n"
+    "begun = ranks.begin_on_rank_0(lambda: wait_in_vain(1.5))\n"
+    "ranks.await_on_rank_0(begun, watch.note_progress)",
     "a wait as long as it may be": "with watch.waiting_for_others(1.5):\n    wait_in_vain(1.5)",
     "a wait in a wait": "with watch.waiting_for_others(1.5), watch.waiting_for_others(0.1):\n"
     "    wait_in_vain(1.5)",

@@ -12,6 +12,7 @@ from harness.processes import run_groups
 
 from composer_replication.coordinator.wire_types import DatasetSpec, Lease
 from composer_replication.data import sample_stream
+from composer_replication.replica import ranks
 
 pytestmark = pytest.mark.integration
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.integration
 def read(process, folder, away_s):
     """All that a rank reads of a stream, whose coordinator answers late and to one rank alone."""
     process.of_rank(folder, 2, timeout_s=4.0)
-    sample_stream.POLL_S = 0.1
+    ranks.POLL_S = 0.1
 
     def lease(number, epoch):
         time.sleep(away_s)

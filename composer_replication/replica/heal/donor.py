@@ -159,8 +159,9 @@ class Donor:
 
     Attributes:
         answers: For a ``PeerServer``: ``latest`` gives the manager's step, which is 0 without a
-            state, the size, and whether the group is in a sync; ``copy`` a state of that step;
-            ``offer`` what is offered in the quorum of a step; ``state`` a part of either, by name.
+            state, the size, and whether the group is in a sync; ``copy`` a state of that step, or
+            of an older one that is being sent; ``offer`` what is offered in the quorum of a step;
+            ``state`` a part of either, by name.
     """
 
     def __init__(self, timeout: float) -> None:

@@ -68,9 +68,9 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
     offer the state of that quorum's step (``send_checkpoint`` to ``disallow_checkpoint``). The
     global state can also be asked for at any other time (``serve``).
 
-    A joiner calls ``fetch``, then ``newest`` before its first quorum. If the peers commit nothing
-    between the download and the quorum, it has the state already. Otherwise it fetches again in the
-    quorum (``recv_checkpoint``), where all others wait for it.
+    A joiner calls ``fetch``, then ``newest`` before its first quorum, which downloads again if the
+    peers have committed. If they commit nothing more before the quorum, it has the state already.
+    Otherwise it downloads in the quorum (``recv_checkpoint``), where all others wait for it.
 
     Args:
         server: Gives the state to peers. Its tokens are the run's: both sides of a heal prove that
@@ -107,8 +107,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self._address = ""
         self._step = 0
         self._began = 0.0
-        self._is_too_slow = False
-        """Whether the others sync too often for this group to be ready in time."""
+        self._had_most_time = False
+        """Whether ``newest`` has begun a download right after a commit: none has more time."""
 
     # ---- the donor ---------------------------------------------------------------------------
 
@@ -191,6 +191,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             self._began = time.monotonic()
             latest = self.ask(donor, "latest")
             if self.downloaded is not None and latest.step == self._step:
+                self._address = donor  # the one before may have left
                 return  # they have not committed since: it is the state that this group has
             limit_s = answer_limit_s(self._timeout, latest.num_bytes)
             offer = self.ask(donor, "copy", limit_s=limit_s)
@@ -221,17 +222,18 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Return the state that was downloaded, or another one if the peers have committed since.
 
         Call it right before the quorum, and prepare what it returns; that takes time, so call it
-        again until it returns a state of the same name. None if nothing was downloaded. It gives up
-        if the peers commit again before a state is prepared that was fetched right after a commit.
+        again until it returns a state of the same name. None if nothing was downloaded. After a
+        download that began right after a commit it asks no more: if the peers have committed again,
+        ``recv_checkpoint`` downloads in the quorum.
 
         Raises:
             PeerError: See ``fetch``.
         """
-        if self.downloaded is not None and not self._is_too_slow and self._is_overtaken():
+        if self.downloaded is not None and not self._had_most_time and self._is_overtaken():
             log.info("The others have synced since the download of their global state")
             is_right_after = self._wait_for_commit(time.monotonic() - self._began)
             self.fetch(follows_commit=is_right_after)
-            self._is_too_slow = is_right_after  # if that is overtaken too
+            self._had_most_time = is_right_after
         return None if self.downloaded is None else self.downloaded.state
 
     def _is_overtaken(self) -> bool:
@@ -314,7 +316,9 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         step: int,
         timeout: timedelta,
     ) -> dict[str, Any]:
-        """Fetch the donor's state of a manager step, or its name alone if it has been downloaded.
+        """Fetch the donor's state of a manager step.
+
+        Of a global state that has been downloaded before it asks for the name alone.
 
         Args:
             src_rank: torchft's; not used.
