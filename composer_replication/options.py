@@ -188,6 +188,8 @@ class ReplicaOptions:
         check_names(named, OptionKeywords, "ReplicaOptions")
         vars(self).update(defaults_of(OptionKeywords) | named)  # though the class is frozen
         check_types(self)
+        if self.lighthouse_addr is not None:
+            vars(self)["lighthouse_addr"] = self.lighthouse_addr.rstrip("/")  # a path follows it
         if self.replica_id is not None:
             check_replica_id(self.replica_id)
         check_integer("min_replica_size", self.min_replica_size, at_least=1)

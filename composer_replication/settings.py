@@ -184,9 +184,11 @@ class DiLoCoSettings:
         check_types(self)
         _check_scheduled(own)
         check_number("fragment_update_alpha", self.fragment_update_alpha, 0.0, 1.0)
-        own["fragment_update_alpha"] = float(self.fragment_update_alpha)  # 0 has another digest
         own["schedule"] = check_rows(self.schedule)
         self._check_schedule()
+        for name in ("fragment_update_alpha", "outer_lr", "outer_momentum", "round_seconds"):
+            if own[name] not in (None, AUTO):
+                own[name] = float(own[name])  # 0 has another digest than 0.0
 
     def __str__(self) -> str:
         """The length of a round, and the settings that are not the defaults, for people."""
@@ -272,6 +274,7 @@ class DiLoCoSettings:
         return [{"outer_step": step, **row} for step, row in rows.items() if row]
 
     def _check_patterns(self) -> None:
+        """Check ``fragment_patterns``, and give them one form: lists, and no ``num_fragments``."""
         patterns = self.fragment_patterns
         if patterns is None:
             return
@@ -285,6 +288,8 @@ class DiLoCoSettings:
                 f"num_fragments={self.num_fragments} but fragment_patterns has {len(patterns)} "
                 "entries: leave num_fragments out"
             )
+        lists = [[entry] if isinstance(entry, str) else [*entry] for entry in patterns]
+        vars(self).update(fragment_patterns=lists, num_fragments=1)
 
     @property
     def fragment_count(self) -> int:
@@ -386,11 +391,6 @@ class DiLoCoSettings:
         agreed["schedule"] = [*agreed["schedule"]]
         if not self.changes_outer_numbers:
             del agreed["outer_nesterov"]  # it is part of the description of the outer optimizer
-        if self.fragment_patterns is not None:
-            agreed["fragment_patterns"] = [
-                [entry] if isinstance(entry, str) else list(entry)
-                for entry in self.fragment_patterns
-            ]
         if self.weight_by != "uniform":
             for each in (agreed, *agreed["schedule"]):
                 each.pop("sync_every", None)

@@ -218,7 +218,7 @@ def _reachable_as(address: str, hostname: str | None) -> tuple[str, bool]:
 def _loopback_names(address: str, hostname: str | None) -> list[str] | None:
     """Host names of a service that only this machine reaches; None if other machines reach it."""
     return (
-        ["localhost", "127.0.0.1", "[::1]", *filter(None, [hostname])]
+        ["localhost", "127.0.0.1", "[::1]", (hostname or address).lower()]
         if is_loopback(address)
         else None
     )

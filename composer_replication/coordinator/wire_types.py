@@ -25,8 +25,14 @@ SIGN = "X-Composer-Replication"
 
 
 def digests_of(section: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each value in a section of a config, which may be a secret."""
-    texts = {name: json.dumps(each, sort_keys=True, default=str) for name, each in section.items()}
+    """Return a digest of each value in a section of a config, which may be a secret.
+
+    Equal values have equal digests: 0 and 0.0, keys in another order, and 1 and "1" as keys.
+    """
+    texts = {}
+    for name, each in section.items():
+        plain = json.loads(json.dumps(each, default=str), parse_int=float)
+        texts[name] = json.dumps(plain, sort_keys=True)
     return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
 
 

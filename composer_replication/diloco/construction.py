@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,8 +108,11 @@ def give_settings(
         fingerprint: The run's settings and the model.
     """
     tensors = [tensor for fragment in fragments for tensor in fragment.values()]
+    names = json.dumps([[*fragment] for fragment in fragments])
     manager.settings |= {
         **fingerprint,
+        # Messages have no names: the order in which a model registers its tensors counts.
+        "order_of_tensors": hashlib.sha256(names.encode()).hexdigest()[:16],
         # With unequal values one group would train alone while another waits for more. Checkpoints
         # hold the fingerprint, and a resume may change this value.
         "min_replica_size": manager._min_replica_size,

@@ -72,7 +72,18 @@ def digest_of_samples(samples: Any) -> str:
 
 
 class _ContentWriter(pickle.Pickler):
-    """Pickles tensors and arrays as their numbers: without device, strides and library versions."""
+    """Pickles tensors and arrays as their numbers: without device, strides and library versions.
+
+    Sets are pickled as their elements' digests: their order is another one in each process.
+    """
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, set | frozenset):
+            return None
+        digests = sorted(map(digest_of_samples, value))
+        if "" in digests:
+            raise pickle.PicklingError("an element of a set cannot be pickled")
+        return type(value).__name__, digests
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -117,6 +117,9 @@ class GlobalParameters:
         owned = [*self.theta.values()][:count]
         self.optimizer = outer_optimizer(owned)
         _check_is_over(self.optimizer, owned)
+        self._can_forget = not self.optimizer.state
+        """Whether the optimizer makes a tensor's state when it steps: Adagrad has it from now on,
+        and would not make it again."""
         if is_plain_sgd(self.optimizer):
             (group,) = self.optimizer.param_groups
             if group["momentum"]:
@@ -217,7 +220,8 @@ class GlobalParameters:
             parameters[index].sub_(views[index])
         for index in unmoved:  # it would be moved by weight decay, or by old momentum
             parameters[index].grad = None
-            self.optimizer.state.pop(parameters[index], None)
+            if self._can_forget:
+                self.optimizer.state.pop(parameters[index], None)
         self.optimizer.step()
         self.optimizer.zero_grad()
         of_momentum = Squares(len(parameters))

@@ -193,6 +193,16 @@ def test_every_type_of_number_has_a_digest(dtype):
     assert digest_of_samples(torch.ones(0, dtype=dtype)) != digest_of_samples(one)
 
 
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_the_order_of_a_set_is_no_part_of_its_content(kind):
+    one, same = kind([0, 8]), kind([8, 0])
+    assert [*one] != [*same]
+    assert digest_of_samples({"tags": one}) == digest_of_samples({"tags": same}) != ""
+    others = [kind([0, 7]), [0, 8], kind([kind([0]), 8] if kind is frozenset else [(0,), 8])]
+    assert len({digest_of_samples({"tags": each}) for each in [one, *others]}) == 4
+    assert digest_of_samples(kind([0, lambda: 0])) == ""
+
+
 def test_only_the_beginning_of_a_large_tensor_is_copied():
     large = torch.zeros(MAX_NUMBERS + 1)
     digest = digest_of_samples(large)

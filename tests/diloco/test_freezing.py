@@ -96,3 +96,18 @@ def test_a_parameter_that_is_thawed_again_moves_again_without_its_old_momentum()
     first = 10 + 0.7 * 1.9 * 2
     assert seen[1:7] == pytest.approx([first] * 6)
     assert seen[7] == pytest.approx(first + 0.7 * 1.9 * 2)
+
+
+def test_an_outer_optimizer_whose_state_is_there_from_the_start_keeps_it():
+    def replica(group):
+        group.model.a.requires_grad_(False)
+        group.model.a.grad = None
+        group.step(1.0, 1.0)
+        group.model.a.requires_grad_(True)
+        group.step(1.0, 1.0)
+        return group.theta
+
+    model = partial(Constant, a=(1,), b=(1,))
+    (theta,) = run(1, replica, model=model, outer=torch.optim.Adagrad, sync_every=2)
+    # Each first step of Adagrad is its learning rate.
+    assert theta == pytest.approx([10.01, 10.01 + 0.01 / 2**0.5])

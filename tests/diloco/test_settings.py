@@ -1,9 +1,11 @@
 """Settings: every bad value is an error that has the value and the fix."""
 
 import dataclasses
+import json
 import math
 import re
 
+import numpy as np
 import pytest
 import yaml
 from golden.runs import rows
@@ -135,7 +137,7 @@ def test_settings_are_shown_as_a_config_writes_them():
     rows = [{"outer_step": 61, "sync_every": 30}, {"outer_step": 90, "outer_lr": 1.0}]
     settings = DiLoCoSettings(sync_every=20, schedule=rows, fragment_patterns=["*blocks.0.*", "b"])
     assert str(settings) == (
-        'sync_every=20, fragment_patterns=["*blocks.0.*", b], '
+        'sync_every=20, fragment_patterns=[["*blocks.0.*"], [b]], '
         "schedule=[{outer_step: 61, sync_every: 30}, {outer_step: 90, outer_lr: 1.0}]"
     )
 
@@ -205,3 +207,18 @@ def test_equal_schedules_are_equal_however_they_are_written():
     assert one.fingerprint()["schedule"] == [row]
     rates = [one.outer_numbers_at(step)[0] for step in (1, 3, 4, 5)]
     assert rates == [0.7, 0.7, 1, 1]
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ({"outer_lr": 1}, {"outer_lr": np.float64(1.0)}),
+    ({"outer_momentum": 0}, {"outer_momentum": 0.0}),
+    ({"round_seconds": 30}, {"round_seconds": 30.0}),
+    ({"fragment_patterns": ["a*", "*"]}, {"fragment_patterns": (["a*"], ("*",))}),
+    ({"fragment_patterns": ["a*", "*"]}, {"fragment_patterns": ["a*", "*"], "num_fragments": 2}),
+], ids=str)  # fmt: skip
+def test_equal_settings_are_equal_however_they_are_written(one, other):
+    one, other = (DiLoCoSettings(**given) for given in (one, other))
+    assert one == other
+    # A group that was healed has them from a peer, and its state the same name as the peer's.
+    assert json.dumps(one.fingerprint()) == json.dumps(other.fingerprint())
+    assert json.loads(json.dumps(one.fingerprint())) == one.fingerprint()

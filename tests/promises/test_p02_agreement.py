@@ -126,6 +126,14 @@ def test_groups_with_different_settings_do_not_start_and_the_error_lists_them(ow
     assert all(each in str(caught.value) for each in differences)
 
 
+def test_models_that_register_their_tensors_in_another_order_do_not_train_together():
+    # Messages have no names: what is q here would be averaged with what is v there.
+    shapes = [{name: (2,) for name in order} for order in ("qkv", "vkq")]
+    own = [{"model": partial(Constant, **each)} for each in shapes]
+    with pytest.raises(SimulationError, match="replica 1 raised .*\n?.*order_of_tensors: "):
+        run(2, lambda group: group.step(-1.0), own=own)
+
+
 def test_a_group_of_another_version_of_this_package_does_not_start():
     def replica(sim):
         group = Group(sim, sync_every=2)

@@ -176,3 +176,12 @@ def test_a_name_that_would_be_misread_elsewhere_is_refused_with_the_rule(name):
         with pytest.raises(ValueError, match=re.escape(f"replica_id={name!r}: ")) as error:
             make(name)
         assert rule in str(error.value)
+
+
+def test_a_slash_behind_the_lighthouses_address_is_no_part_of_it():
+    environ = {"TORCHFT_LIGHTHOUSE": "http://host:29510/"}
+    for options in (
+        ReplicaOptions(lighthouse_addr="http://host:29510/"),
+        ReplicaOptions().with_environment(environ),
+    ):
+        assert options.lighthouse_addr == "http://host:29510"

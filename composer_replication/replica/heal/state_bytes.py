@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -42,7 +43,8 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     """Turn tensors and plain containers into bytes: equal ones into equal bytes.
 
     Args:
-        content: Dicts, lists and tuples of tensors, numbers, strings and None.
+        content: Dicts, lists and tuples of tensors, numbers, strings and None. Numbers of NumPy's
+            become Python's.
         copies: Whether to copy tensors in host memory.
 
     Returns:
@@ -53,12 +55,14 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     """
     tensors: list[Tensor] = []
 
-    def describe(tensor: Tensor) -> Tensor:
+    def describe(tensor: Any) -> Any:
+        if isinstance(tensor, np.generic):
+            return tensor.item()
         tensors.append(tensor.detach())
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     buffer = io.BytesIO()
-    described = tree_map_only(Tensor, describe, content)
+    described = tree_map_only((Tensor, np.generic), describe, content)
     torch.save(described, buffer, pickle_module=_BY_CONTENT)
     head = memoryview(_LENGTH.pack(buffer.tell()) + buffer.getvalue())
     if copies:

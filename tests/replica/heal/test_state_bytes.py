@@ -2,6 +2,7 @@
 
 import struct
 
+import numpy as np
 import pytest
 import torch
 
@@ -45,6 +46,14 @@ def test_equal_states_have_equal_bytes_whichever_parts_of_them_are_the_same_obje
     assert other == key and other is not key
     one, same = ({key: 3, "schedule": [{each: 1}]} for each in (key, other))
     assert joined(one) == joined(same)
+
+
+def test_numbers_of_numpy_arrive_as_pythons():
+    # As torch's schedulers hold them if a learning rate was computed with NumPy.
+    sent = {"base_lrs": [np.float64(0.5)], "step": np.int64(3), "is_last": np.bool_(True)}
+    found = load(joined(sent))
+    assert found == {"base_lrs": [0.5], "step": 3, "is_last": True}
+    assert [*map(type, (*found["base_lrs"], found["step"], found["is_last"]))] == [float, int, bool]
 
 
 def test_the_digest_is_that_of_the_bytes_however_they_are_divided():
