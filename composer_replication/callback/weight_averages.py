@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.division import held_tensor
+from composer_replication.diloco.fragments import plain_name
 from composer_replication.group.host import Averages
 from composer_replication.group.replica_group import ReplicaGroup
 
@@ -121,9 +122,9 @@ class WeightAverages(Averages):
     def local(self, live: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if not self.are_saved:
             return live
-        kept = self._kept.named_parameters_dict | self._kept.named_buffers_dict
-        prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
-        return {name: held_tensor(kept.get(prefix + name, own)) for name, own in live.items()}
+        named = self._kept.named_parameters_dict | self._kept.named_buffers_dict
+        kept = {_plain_name(name): tensor for name, tensor in named.items()}
+        return {name: held_tensor(kept.get(name, own)) for name, own in live.items()}
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.
@@ -144,7 +145,8 @@ class WeightAverages(Averages):
         """Rename EMA's weights to the names in the model that is to be trained, and copy them.
 
         EMA may have them from a job with another number of ranks, or from before the model was
-        wrapped. Their names then differ by DDP's prefix, and Composer would silently skip them.
+        wrapped. Their names then differ by those of wrappers, and Composer would silently skip
+        them.
         The loaded tensors may be the same objects as those in DiLoCo's part of the checkpoint,
         therefore they are copied.
         """
@@ -242,13 +244,16 @@ def _copy_as_named(kept: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Replace the tensors of EMA by copies under the model's names; drop those of other names.
 
     Args:
-        kept: EMA's, by names with DDP's prefix or without.
+        kept: EMA's, by names with those of wrappers or without.
         own: The model's.
     """
-    before = dict(kept)
+    before = {_plain_name(name): tensor for name, tensor in kept.items()}
     kept.clear()
-    for name, tensor in before.items():
-        for candidate in (name, f"module.{name}", name.removeprefix("module.")):
-            if candidate in own:
-                kept[candidate] = tensor.to(own[candidate].device, copy=True)
-                break
+    for name, like in own.items():
+        tensor = before.get(_plain_name(name))
+        if tensor is not None:
+            kept[name] = tensor.to(like.device, copy=True)
+
+
+def _plain_name(name: str) -> str:
+    return plain_name(name).removeprefix("module.")  # DDP's

@@ -103,7 +103,17 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         for name in module._non_persistent_buffers_set:
             others.add(id(module._buffers.get(name)))
-    return {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in others}
+    named = model.named_buffers()
+    return {plain_name(name): buffer for name, buffer in named if id(buffer) not in others}
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer in the model's ``state_dict``.
+
+    That leaves out the wrapper of activation checkpointing, which one group or a resume may need
+    and another not.
+    """
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
@@ -126,7 +136,8 @@ def _trainable(
     module: nn.Module,
     also: Collection[str],
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in module.named_parameters():  # tied parameters come once
+    for own_name, parameter in module.named_parameters():  # tied parameters come once
+        name = plain_name(own_name)
         if not parameter.requires_grad and name not in also:
             continue
         if not parameter.is_floating_point():

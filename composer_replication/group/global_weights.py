@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer_replication.diloco.division import held_tensor
+from composer_replication.diloco.fragments import plain_name
 from composer_replication.group.host import NO_AVERAGES, Averages
 
 
@@ -43,8 +44,10 @@ class GlobalWeights:
     ) -> None:
         self.theta = theta
         self._averages = averages
-        tensors = chain(model.named_parameters(), model.named_buffers())
-        self._live: dict[str, Tensor] = {name: t for name, t in tensors if name in theta}
+        self._live: dict[str, Tensor] = {}
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if plain_name(name) in theta:
+                self._live[plain_name(name)] = tensor
         self._kept: dict[str, Tensor] | None = None
         names = {id(tensor): name for name, tensor in self._live.items()}
         self._hooks = []

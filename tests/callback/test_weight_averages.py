@@ -12,8 +12,13 @@ from composer import Callback, Trainer
 from composer.algorithms import EMA
 from harness import trainers
 from harness.trainers import Evaluated, data, read_checkpoint, saving, trainer_of
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from composer_replication.callback.weight_averages import WeightAverages
+from composer_replication.diloco.fragments import plain_name
 from composer_replication.group import replica_group
 from composer_replication.replica.heal import state_bytes as heal_format
 from composer_replication.simulation.simulation import Fault
@@ -25,7 +30,22 @@ STREAMING = trainers.STREAMING | {"sync_every": 4, "fragment_sync_delay": 1}
 
 
 def copies(named):
-    return {name: tensor.detach().clone() for name, tensor in named}
+    return {plain_name(name): tensor.detach().clone() for name, tensor in named}
+
+
+class Checkpointed(Evaluated):
+    """The same with activation checkpointing, whose wrappers are in the names of parameters."""
+
+    groups = (0, 1)
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        if seed in self.groups:
+            apply_activation_checkpointing(self, check_fn=lambda each: isinstance(each, nn.Linear))
+
+
+class CheckpointedInOne(Checkpointed):
+    groups = (1,)
 
 
 class Record(Callback):
@@ -192,6 +212,17 @@ def test_groups_resumed_from_any_checkpoint_are_bitwise_uninterrupted(tmp_path, 
             check_seen(other, one, "trained", "theta", "ema")
             assert are_equal(one.weights, other.weights)
             assert one.digest == other.digest
+
+
+def test_a_resume_may_switch_activation_checkpointing_on_and_groups_may_differ_in_it(tmp_path):
+    whole = fit_groups(2, ema, folder=tmp_path)
+    for stop in (2, 3):
+        job = {"load_path": tmp_path / "{group}" / f"ba{stop}.pt", **evaluating(2)}
+        for model in (Checkpointed, CheckpointedInOne):
+            resumed = fit_groups(2, ema, model=model, **job)
+            for one, other in zip(whole, resumed, strict=True):
+                check_seen(other, one, "trained", "theta", "ema")
+                assert one.digest == other.digest
 
 
 def check_seen(rest, whole, *names):

@@ -5,6 +5,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from composer_replication.group.global_weights import GlobalWeights
 
@@ -55,6 +58,14 @@ def test_so_has_that_of_any_part_of_the_model_and_of_a_wrapper(model, theta):
     assert torch.equal(model.inner.state_dict()["0.weight"], theta["inner.0.weight"])
     wrapped = nn.ModuleDict({"module": model}).state_dict()
     assert torch.equal(wrapped["module.inner.0.bias"], theta["inner.0.bias"])
+
+
+def test_so_has_that_of_a_model_with_activation_checkpointing(model, theta):
+    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, nn.Linear))
+    weights = GlobalWeights(model, theta)
+    saved = model.state_dict()
+    assert all(torch.equal(saved[name], value) for name, value in theta.items())
+    assert weights.local().keys() == theta.keys()
 
 
 def test_the_state_dict_follows_the_global_parameters(model, theta):
