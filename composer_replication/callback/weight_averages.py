@@ -123,8 +123,9 @@ class WeightAverages(Averages):
         if not self.are_saved:
             return live
         named = self._kept.named_parameters_dict | self._kept.named_buffers_dict
-        kept = {_plain_name(name): tensor for name, tensor in named.items()}
-        return {name: held_tensor(kept.get(name, own)) for name, own in live.items()}
+        kept = {plain_name(name): tensor for name, tensor in named.items()}
+        prefix = "module." if self.state.is_model_ddp else ""  # ``state.model`` is the wrapper
+        return {name: held_tensor(kept.get(prefix + name, own)) for name, own in live.items()}
 
     def _take_from_model(self, ema: EMA) -> None:
         """Set EMA's sharded weights to the model's.
@@ -244,16 +245,14 @@ def _copy_as_named(kept: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
     """Replace the tensors of EMA by copies under the model's names; drop those of other names.
 
     Args:
-        kept: EMA's, by names with those of wrappers or without.
+        kept: EMA's, by names with those of wrappers, such as DDP's prefix, or without.
         own: The model's.
     """
-    before = {_plain_name(name): tensor for name, tensor in kept.items()}
+    before = {plain_name(name): tensor for name, tensor in kept.items()}
     kept.clear()
     for name, like in own.items():
-        tensor = before.get(_plain_name(name))
-        if tensor is not None:
-            kept[name] = tensor.to(like.device, copy=True)
-
-
-def _plain_name(name: str) -> str:
-    return plain_name(name).removeprefix("module.")  # DDP's
+        plain = plain_name(name)
+        for candidate in (plain, f"module.{plain}", plain.removeprefix("module.")):
+            if candidate in before:
+                kept[name] = before[candidate].to(like.device, copy=True)
+                break
