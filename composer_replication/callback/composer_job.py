@@ -261,6 +261,7 @@ class ComposerJob(Host):
 
     def _step_schedulers(self, ends_epoch: bool) -> None:
         """Step the schedulers, as Composer does before it counts a finished batch."""
+        vars(self.optimizer)["_opt_called"] = True  # see ``continue_schedule``
         if ends_epoch or not self._steps_by_epoch:
             for scheduler in self.state.schedulers:
                 scheduler.step()
