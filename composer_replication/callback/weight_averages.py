@@ -252,7 +252,11 @@ def _copy_as_named(kept: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
     kept.clear()
     for name, like in own.items():
         plain = plain_name(name)
-        for candidate in (plain, f"module.{plain}", plain.removeprefix("module.")):
+        for candidate in (
+            plain,
+            f"module.{plain}",
+            plain.removeprefix("module."),
+        ):
             if candidate in before:
                 kept[name] = before[candidate].to(like.device, copy=True)
                 break
