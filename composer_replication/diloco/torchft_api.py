@@ -110,7 +110,7 @@ class TellsNothing:
         """No state: nobody downloads one before a quorum."""
 
     def serve_state(self, source: Any) -> None:
-        """Serve nothing outside of a quorum."""
+        """Do nothing: joiners get the state from torchft, in their quorum alone."""
 
     def on_other_datasets(self) -> list[str]:
         """No groups: they do not know what the others divide."""

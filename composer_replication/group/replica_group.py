@@ -211,9 +211,7 @@ class ReplicaGroup:
         self.manager = manager
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
-            manager.member.own.saves_to = tuple(
-                folder.rstrip("/") for folder in host.saves_to if is_remote(folder)
-            )
+            manager.member.own.saves_to = tuple(filter(is_remote, host.saves_to))
             generators = Generators()
             generators.save()
             manager.member.own.data = digests_of_divided()

@@ -187,7 +187,7 @@ def shared_folders(reports: MemberReports) -> dict[str, str]:
     for name in _first_comers(reports):
         group = group_name(name)
         for folder in reports[name].saves_to:
-            holder = holders.setdefault(folder, group)
+            holder = holders.setdefault(folder.rstrip("/"), group)
             if holder != group:
                 found[name] = (
                     f"replica groups {holder} and {group} both save to {folder}, and would "

@@ -114,6 +114,8 @@ def test_of_groups_that_save_to_one_remote_folder_the_one_that_was_there_before_
     assert name == "a:1"
     assert problem.startswith("replica groups b and a both save to s3://b/f, and would overwrite")
     assert shared_folders({"a:1": new, "b:1": old}).keys() == {"b:1"}
+    slash = MemberReport(saves_to=("s3://b/f/",))
+    assert shared_folders({"a:1": new, "b:1": slash}).keys() == {"b:1"}
     assert not shared_folders(
         {"a:1": new, "a:2": earlier, "b:1": MemberReport(saves_to=("s3://b/g",))}
     )

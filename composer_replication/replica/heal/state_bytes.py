@@ -55,11 +55,11 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     """
     tensors: list[Tensor] = []
 
-    def describe(tensor: Any) -> Any:
-        if isinstance(tensor, np.generic):
-            return tensor.item()
-        tensors.append(tensor.detach())
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    def describe(each: Any) -> Any:
+        if isinstance(each, np.generic):
+            return each.item()
+        tensors.append(each.detach())
+        return torch.empty(each.shape, dtype=each.dtype, device="meta")
 
     buffer = io.BytesIO()
     described = tree_map_only((Tensor, np.generic), describe, content)
