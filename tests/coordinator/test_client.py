@@ -106,6 +106,16 @@ def info_of(service: Service) -> RunInfo:
     )
 
 
+@pytest.mark.parametrize(("one", "other"), [
+    ({"dropout": 0}, {"dropout": 0.0}),
+    ({"labels": {0: "no", "other": "yes"}}, {"labels": {"other": "yes", "0": "no"}}),
+    ({"sizes": [1, 2]}, {"sizes": (1, 2.0)}),
+])  # fmt: skip
+def test_equal_values_of_a_config_have_equal_digests(one, other):
+    assert digests_of(one) == digests_of(other)
+    assert digests_of(one) != digests_of(dict.fromkeys(one, "another"))
+
+
 @pytest.fixture
 def member_of(service, monkeypatch):
     """Registers a group, which leaves at the end of the test."""

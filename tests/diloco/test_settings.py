@@ -222,3 +222,5 @@ def test_equal_settings_are_equal_however_they_are_written(one, other):
     # A group that was healed has them from a peer, and its state the same name as the peer's.
     assert json.dumps(one.fingerprint()) == json.dumps(other.fingerprint())
     assert json.loads(json.dumps(one.fingerprint())) == one.fingerprint()
+    # The description of the outer optimizer has them as text.
+    assert repr(one.outer_numbers_at(0)) == repr(other.outer_numbers_at(0))

@@ -170,7 +170,9 @@ def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, traini
 
 
 @pytest.mark.parametrize("donor", ["in a sync", "gone"])
-def test_the_same_state_is_not_downloaded_twice(transports, training, has_quorum, donor):
+def test_the_same_state_is_not_downloaded_twice(
+    transports, training, has_quorum, donor, monkeypatch
+):
     joiner, other = transports(), transports()
     joiner.fetch()
     first = joiner.newest()
@@ -182,6 +184,9 @@ def test_the_same_state_is_not_downloaded_twice(transports, training, has_quorum
         training.donor.shutdown()
     assert joiner.newest() is first
     assert training.num_fetched == training.state.num_taken == 1
+    if donor == "gone":  # from now on it asks the other one, and need not look for donors again
+        monkeypatch.setattr(joiner, "fetch", None)
+        assert joiner.newest() is first
 
 
 @pytest.mark.slow
