@@ -35,6 +35,8 @@ STRAIGHT = 60
 BASE, ALONE, MOMENTUM_AT_ONCE = "data parallel", "one group alone", "0.7 / 0.5"
 CHOSEN = "plain in the first 20"
 """The candidate that ships now: see "The choice" in warm.md."""
+FINALIST = "plain in 20, 0.7 / 0.7 from 61"
+"""The other one that is trained with three seeds in all jobs."""
 
 LONG = 60
 """Outer steps of a training that is not short."""
@@ -127,6 +129,14 @@ def base_of(job: Job | Row, known: Known) -> Cell | None:
     return job.base if isinstance(job, Row) else reference(job, {**known.done, **known.others})
 
 
+def outer_steps(steps: int, sync_every: int) -> int:
+    """How many rounds a training of so many steps has, with the short ones that ship."""
+    short = sync_every // 5 if sync_every >= SHORT_BELOW else sync_every
+    if steps <= SHORT_ROUNDS * short:
+        return steps // short
+    return SHORT_ROUNDS + (steps - SHORT_ROUNDS * short) // sync_every
+
+
 def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
     """What ships, and what could: the outer learning rate and momentum by outer step.
 
@@ -140,6 +150,7 @@ def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
     if sync_every >= SHORT_BELOW:
         own = replace(own, sync_every=sync_every // 5, rounds=((SHORT_ROUNDS + 1, sync_every),))
     plain = replace(own, outer_lr=1.0, outer_momentum=0.0)
+    later = ((61, 0.7, 0.7),) if outer_steps(base.steps, sync_every) > SHORT_ROUNDS else ()
     line = (
         (step + 1, 1 + (lr - 1) * step / STRAIGHT, momentum * step / STRAIGHT)
         for step in range(1, STRAIGHT + 1)
@@ -147,7 +158,7 @@ def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
     return {
         MOMENTUM_AT_ONCE: own,
         "plain in the first 20": replace(plain, outer=((21, *NUMBERS),)),
-        "plain in 20, 0.7 / 0.7 from 61": replace(plain, outer=((21, *NUMBERS), (61, 0.7, 0.7))),
+        FINALIST: replace(plain, outer=((21, *NUMBERS), *later)),
         "a straight line over 60": replace(
             plain, outer=tuple((step, round(rate, 6), round(part, 6)) for step, rate, part in line)
         ),
@@ -195,6 +206,9 @@ def _in_order(known: Known) -> Iterator[Cell]:
     yield from _of([*FINE_TUNED, *CHEAP], known, shipped, more)
     for job in OTHERS:
         yield from _of([job], known, shipped, SEEDS)
+    yield from _of([*FINE_TUNED, *CHEAP], known, [FINALIST], more)
+    for job in OTHERS:
+        yield from _of([job], known, [FINALIST], SEEDS)
     yield from _of([*OTHERS], known, NAMES, first)
     yield from _of([*CHEAP, *OTHERS], known, [*OTHER_RATES], first)
     yield from _of([*CHEAP], known, NAMES, more)
@@ -352,11 +366,12 @@ def report_of_shipped(known: Known) -> str:
     ]
     found = [*shipped(known)]
     for job, own, at_once, base, other in found:
+        syncs = outer_steps(job.steps, job.sync_every)
         rows.append(
-            f"| {job.name} | {outer_steps(job)} | {base.seeds} | {own:.2f} | {at_once:.2f} "
+            f"| {job.name} | {syncs} | {base.seeds} | {own:.2f} | {at_once:.2f} "
             f"| {base.mean:+.1f} % | {other} |"
         )
-    long = [each for each in found if outer_steps(each.job) >= LONG]
+    long = [each for each in found if outer_steps(each.job.steps, each.job.sync_every) >= LONG]
     fresh = [each for each in long if each.job not in FINE_TUNED]
     for what, some in (("from a fresh model", fresh), ("from any model", long)):
         gains = sorted(each.gain for each in some)
@@ -369,14 +384,6 @@ def report_of_shipped(known: Known) -> str:
         above = [each.above_base.mean for each in found if each.job.groups == groups]
         rows.append(f"\n{groups} groups: {statistics.median(above):+.1f} % above data parallel")
     return "\n".join(rows)
-
-
-def outer_steps(job: Job | Row) -> int:
-    """How many rounds a training of a job has, with the short ones that ship."""
-    short = job.sync_every // 5 if job.sync_every >= SHORT_BELOW else job.sync_every
-    if job.steps <= SHORT_ROUNDS * short:
-        return job.steps // short
-    return SHORT_ROUNDS + (job.steps - SHORT_ROUNDS * short) // job.sync_every
 
 
 def main() -> None:
