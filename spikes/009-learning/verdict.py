@@ -54,11 +54,16 @@ def all_trainings(known: Known) -> list[Training]:
     found = []
     for job, seed in product(EVERY_JOB, SEEDS):
         base = base_of(job, known)
-        named = trainings(job, base) if base else {}
-        lines = {name: known.line(cell.with_seed(seed)) for name, cell in named.items()}
-        alone, whole = lines.get(ALONE), lines.get(BASE)
-        for name in CANDIDATES if alone and whole else ():
-            line = lines[name]
+        if base is None:
+            continue
+        named = trainings(job, base)
+        lines = {cell: known.line(cell.with_seed(seed)) for cell in named.values()}
+        alone, whole = lines[named[ALONE]], lines[named[BASE]]
+        if alone is None or whole is None:
+            continue
+        # Candidates that differ later than a job ends are one training.
+        for cell in dict.fromkeys(named[name] for name in CANDIDATES):
+            line = lines[cell]
             if line is None or "syncs" not in line:
                 continue
             own = gain(alone["bits"], whole["bits"], line["bits"])
