@@ -105,7 +105,7 @@ def default_hostname(lighthouse_addr: str) -> str | None:
         That address. None if only this machine can use it: then the machine's own name is used.
     """
     address = address_towards(lighthouse_addr)
-    if address is None or "%" in address:
+    if address is None:
         return None
     own = ip_address(address)
     return None if own.is_loopback or own.is_link_local or own.is_unspecified else address
@@ -151,7 +151,7 @@ def check_hostname(hostname: str, port: int, lighthouse_addr: str) -> None:
 
 def is_loopback(hostname: str) -> bool:
     """Whether all addresses of a name are loopback addresses."""
-    addresses = {address.partition("%")[0] for address in _addresses(hostname)}
+    addresses = _addresses(hostname)
     return bool(addresses) and all(ip_address(each).is_loopback for each in addresses)
 
 
@@ -169,9 +169,8 @@ def _addresses(hostname: str) -> set[str]:
 
 def _own_addresses() -> dict[str, str]:
     """This machine's addresses, each with its network interface."""
-    found = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        for each in addresses:
-            address, _, _ = each.address.partition("%")  # an IPv6 address may have a scope
-            found[address] = name
-    return found
+    return {
+        each.address.partition("%")[0]: name  # an IPv6 address may have a scope
+        for name, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+    }

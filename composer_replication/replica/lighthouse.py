@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from typing import TYPE_CHECKING, Any
-from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
@@ -182,7 +181,7 @@ def read_status(lighthouse_addr: str) -> LighthouseStatus:
     try:
         with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=CONNECT_TIMEOUT_S) as answer:
             page = answer.read().decode(errors="replace")
-    except (URLError, OSError) as error:
+    except OSError as error:
         return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")
     members = tuple(
         Member(name, int(step), addr, int(ranks))
