@@ -120,12 +120,12 @@ def connect(
         token: The run's secret.
     """
     is_set_up = dist.is_initialized()
-    if ranks is None:
-        ranks = (dist.get_rank(), dist.get_world_size()) if is_set_up else (0, 1)
+    own_rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if is_set_up else (0, 1)
+    ranks = ranks or (own_rank, num_ranks)
     rank, world_size = ranks
     tame_torchft_logs()
     if options.is_alone:
-        return _train_alone(options, world_size, token)
+        return _train_alone(options, world_size, num_ranks, token)
     if world_size > 1 and store_address is None and not is_set_up:
         raise ValueError(
             f"world_size={world_size} without store_addr and store_port: call "
@@ -144,10 +144,14 @@ def connect(
     process_group = make_process_group(options.backend, options.timeout, hostname)
     tokens = _tokens(token, lighthouse_addr)
     store_address, store = _find_store(options, world_size, store_address)
-    transport = HealTransport(
-        PeerServer(hostname, tokens), options.timeout, lighthouse_addr, rank, replica_id
-    )
-    _fetch_state(transport, lighthouse_addr)
+    server = PeerServer(hostname, tokens)
+    transport = HealTransport(server, options.timeout, lighthouse_addr, rank, replica_id)
+    try:
+        check_hostname(*host_and_port(server.address), lighthouse_addr)
+        transport.fetch()  # before the groups in training see this one
+    except BaseException:
+        server.close()
+        raise
     own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
     with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
         return ReplicaManager(options, ranks, store_address, process_group, transport, store)
@@ -178,18 +182,12 @@ def _find_store(
     return address or hosted, store
 
 
-def _fetch_state(transport: HealTransport, lighthouse_addr: str) -> None:
-    """Download the state of the groups in training, if there are some, before they see this one."""
-    try:
-        check_hostname(*host_and_port(transport.server.address), lighthouse_addr)
-        transport.fetch()
-    except BaseException:
-        transport.server.close()
-        raise
-
-
-def _train_alone(options: ReplicaOptions, world_size: int, token: str | None) -> SingleGroupManager:
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+def _train_alone(
+    options: ReplicaOptions,
+    world_size: int,
+    num_ranks: int,
+    token: str | None,
+) -> SingleGroupManager:
     if world_size != num_ranks:
         raise ValueError(
             f"world_size={world_size}, and torch.distributed has {num_ranks} ranks: a group "
@@ -260,30 +258,25 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
             torchft.manager.uuid = uuid
 
 
-class _OneLine(logging.Filter):
-    """Reduces torchft's log of an error to one line.
+_last_message = ""
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """A filter that reduces torchft's log of an error to one line.
 
     torchft logs an error that it swallows with its traceback, and again for every collective that
     was under way. On a CPU it also warns at every new quorum that there is no NCCL to trace.
     """
-
-    _last = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info = None
-        record.exc_text = None
-        is_news = record.getMessage() != self._last
-        self._last = record.getMessage()
-        return is_news and "NCCL flight recorder" not in self._last
-
-
-_one_line = _OneLine()
+    global _last_message
+    record.exc_info = None
+    is_news = record.getMessage() != _last_message
+    _last_message = record.getMessage()
+    return is_news and "NCCL flight recorder" not in _last_message
 
 
 def tame_torchft_logs() -> None:
     """Keep torchft's warnings and errors, one line each; drop its log line for every step."""
-    logging.getLogger("torchft").setLevel(logging.WARNING)
-    for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
+    for name in ("torchft", "torchft_quorums", "torchft_commits", "torchft_errors"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("torchft.manager").addFilter(_one_line)  # once, however often it is called
 
