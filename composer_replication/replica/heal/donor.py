@@ -88,8 +88,9 @@ class Offer(NamedTuple):
                     raise ValueError("a size is impossible")
             return offer
         except (ValueError, TypeError) as error:
-            what = f"{answer!r:.200} is no offer of a state"
-            raise PeerError(f"{address}: {what}: {error}") from error
+            raise PeerError(
+                f"{address}: {answer!r:.200} is no offer of a state: {error}"
+            ) from error
 
 
 @dataclass(eq=False)

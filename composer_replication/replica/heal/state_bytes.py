@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from composer_replication.diloco.averaging.flat_buffer import fresh_pages
 from composer_replication.replica.peer_client import PeerError
@@ -65,11 +65,16 @@ def dump(content: Any, *, copies: bool = False) -> list[memoryview]:
     described = tree_map_only((Tensor, np.generic), describe, content)
     torch.save(described, buffer, pickle_module=_BY_CONTENT)
     head = memoryview(_LENGTH.pack(buffer.tell()) + buffer.getvalue())
-    if copies:
-        return [_copied(head, tensors)]
-    parts = [head]
     end = len(head)
-    for tensor, start in zip(tensors, _layout(end, tensors), strict=False):
+    *starts, size = _layout(end, tensors)
+    if copies:
+        body = memory(size)
+        body[:end] = head
+        for start, tensor in zip(starts, tensors, strict=True):
+            _part(body, start, tensor).copy_(tensor)
+        return [body]
+    parts = [head]
+    for start, tensor in zip(starts, tensors, strict=True):
         numbers = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         parts += memoryview(bytes(start - end)), numbers.numpy().data
         end = start + tensor.nbytes
@@ -92,15 +97,6 @@ _BY_CONTENT = SimpleNamespace(__name__="pickle", Pickler=_ContentPickler)
 """What ``torch.save`` takes a pickler from."""
 
 
-def _copied(head: memoryview, tensors: list[Tensor]) -> memoryview:
-    *starts, end = _layout(len(head), tensors)
-    body = memory(end)
-    body[: len(head)] = head
-    for start, tensor in zip(starts, tensors, strict=True):
-        _part(body, start, tensor).copy_(tensor)
-    return body
-
-
 def load(body: memoryview) -> Any:
     """Turn bytes that ``dump`` has made back into tensors and containers. It runs no code in them.
 
@@ -110,19 +106,15 @@ def load(body: memoryview) -> Any:
     Raises:
         PeerError: The bytes are something else.
     """
-    described: list[Tensor] = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        if tensor.device.type != "meta":
-            raise ValueError(f"a tensor in the head, on {tensor.device}")
-        described.append(tensor)
-        return tensor
-
     try:
         (size,) = _LENGTH.unpack_from(body)
         head_end = _LENGTH.size + size
         head = io.BytesIO(body[_LENGTH.size : head_end])
-        content = tree_map_only(Tensor, collect, torch.load(head, weights_only=True))
+        content = torch.load(head, weights_only=True)
+        described = [leaf for leaf in tree_leaves(content) if isinstance(leaf, Tensor)]
+        for tensor in described:
+            if tensor.device.type != "meta":
+                raise ValueError(f"a tensor in the head, on {tensor.device}")
         *starts, end = _layout(head_end, described)
         if end != len(body):
             raise ValueError(f"it has {len(body)} bytes, and its head speaks of {end}")

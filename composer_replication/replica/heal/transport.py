@@ -15,9 +15,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -48,8 +47,7 @@ after a commit there is most time for another download. If no commit comes in th
 so rare that they hardly overtake the next download."""
 
 
-@dataclass(frozen=True, eq=False)
-class Download:
+class Download(NamedTuple):
     """A global state that was downloaded.
 
     Attributes:
@@ -108,7 +106,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         self._step = 0
         self._began = 0.0
         self._had_most_time = False
-        """Whether ``newest`` has begun a download right after a commit: none has more time."""
+        """Whether ``newest`` begins, or has begun, a download right after a commit: none has more
+        time."""
 
     # ---- the donor ---------------------------------------------------------------------------
 
@@ -127,7 +126,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         del dst_ranks, timeout
         user = dict(state_dict["user"])
         state = user.pop(HEAL_STATE)
-        self._donor.open(step, state, {"user": user, "torchft": state_dict["torchft"]})
+        self._donor.open(step, state, state_dict | {"user": user})
 
     def disallow_checkpoint(self) -> None:
         """End the offer; torchft calls it at every vote, before the state changes."""
@@ -135,11 +134,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
 
     # ---- a joiner, before its first quorum -----------------------------------------------------
 
-    def fetch(self, *, follows_commit: bool = False) -> None:
+    def fetch(self) -> None:
         """Download the global state of the groups in training, if there are any.
-
-        Args:
-            follows_commit: Whether they have just committed.
 
         Raises:
             PeerError: There are donors, and none of them could send the state, or none fast enough:
@@ -149,7 +145,7 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         reasons: list[str] = []
         for donor in self._donors():
             try:
-                return self._fetch_from(donor, follows_commit)
+                return self._fetch_from(donor)
             except PeerError as error:
                 log.warning("No global state from %s: %s", donor, error)
                 # Otherwise it has just left or died, and is no donor any more.
@@ -186,7 +182,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
             if latest.step > 0:
                 yield address
 
-    def _fetch_from(self, donor: str, follows_commit: bool) -> None:
+    def _fetch_from(self, donor: str) -> None:
+        follows_commit = self._had_most_time
         while True:
             self._began = time.monotonic()
             latest = self.ask(donor, "latest")
@@ -231,9 +228,8 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """
         if self.downloaded is not None and not self._had_most_time and self._is_overtaken():
             log.info("The others have synced since the download of their global state")
-            is_right_after = self._wait_for_commit(time.monotonic() - self._began)
-            self.fetch(follows_commit=is_right_after)
-            self._had_most_time = is_right_after
+            self._had_most_time = self._wait_for_commit(time.monotonic() - self._began)
+            self.fetch()
         return None if self.downloaded is None else self.downloaded.state
 
     def _is_overtaken(self) -> bool:
