@@ -69,9 +69,7 @@ def converted(value: Any, kind: Any) -> Any:
     if get_origin(kind) is tuple:
         return tuple(converted(each, kinds[0]) for each in converted(value, list))
     if issubclass(kind, tuple):
-        values = converted(value, list)
-        fields = get_type_hints(kind).values()
-        pairs = zip(values, fields, strict=True)
+        pairs = zip(converted(value, list), get_type_hints(kind).values(), strict=True)
         return kind(*(converted(*pair) for pair in pairs))
     if type(value) is not kind:
         raise TypeError(f"{value!r} is not of type {kind.__name__}")
@@ -147,11 +145,13 @@ def fill(
             connection.settimeout(min(left, silence_s))
             count = connection.recv_into(body[received : received + CHUNK])
         except TimeoutError:
-            reason = f"it did not arrive in time: {received} of {len(body)} bytes"
-            raise TimeoutError(reason) from None
+            raise TimeoutError(
+                f"it did not arrive in time: {received} of {len(body)} bytes"
+            ) from None
         if not count:
-            reason = f"the connection was closed after {received} of {len(body)} bytes"
-            raise ConnectionResetError(reason)
+            raise ConnectionResetError(
+                f"the connection was closed after {received} of {len(body)} bytes"
+            )
         received += count
 
 
@@ -173,18 +173,18 @@ class PeerClient:
     """Asks the servers of peers, and proves in each request that it knows the run's token.
 
     Args:
-        tokens: The run's accepted tokens; the first one signs.
+        tokens: The run's accepted tokens, at least one; the first one signs.
         name: The name of this replica group, for the log of the peers.
         timeout: How long a peer may be silent, in seconds.
     """
 
     def __init__(self, tokens: Sequence[str], name: str, timeout: float) -> None:
-        self._tokens = tuple(tokens) or ("",)
+        self._tokens = tokens
         self._name = name
         self.timeout = timeout
-        # The IP address and port where each address was reached: a look-up of a name takes seconds
-        # where no name server answers.
-        self._ends: dict[str, Any] = {}
+        # The one IP address and port where each address was reached: a look-up of a name takes
+        # seconds where no name server answers.
+        self._ends: dict[str, list[Any]] = {}
 
     def ask(self, address: str, *request: str, limit_s: float | None = None) -> Any:
         """Ask a peer for an answer that JSON can hold.
@@ -263,11 +263,11 @@ class PeerClient:
         """Get the server's challenge, ask with a proof for it, and check that of the answer."""
         challenge = receive(connection, LARGEST_ANSWER, deadline)
         nonce = secrets.token_hex(16)
-        question = (address, challenge, nonce, self._name, list(request))
+        question = (address, challenge, nonce, self._name, request)
         sent = {
             "nonce": nonce,
             "name": self._name,
-            "request": list(request),
+            "request": request,
             "proof": proof(self._tokens[0], "question", *question),
         }
         send(connection, sent, deadline)
@@ -297,15 +297,15 @@ class PeerClient:
         all.
         """
         host, port = host_and_port(address)
-        known = self._ends.pop(address, None)
-        found = [] if known else socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        ends: list[Any] = [known] if known else [end[:2] for *_, end in found]
+        ends: list[Any] = self._ends.pop(address, None) or [
+            end[:2] for *_, end in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        ]
         reason = OSError(f"{host} has no address")
         for end in ends:
             try:
                 left = deadline - time.monotonic()
                 connection = socket.create_connection(end, max(0.001, min(self.timeout, left)))
-                self._ends[address] = end
+                self._ends[address] = [end]
                 return connection
             except OSError as error:
                 reason = error

@@ -162,7 +162,14 @@ class PeerServer:
         name = asked["name"]
         question = (self.address, challenge, asked["nonce"], name, request)
         if not is_proven(self.tokens, asked["proof"], "question", *question):
-            self._log_rejection(host, name)
+            if count := self._rejections.count():
+                log.warning(
+                    "Rejected a request for the global state from %s, who says to be %r: no valid "
+                    "token. Rejected since the last such line: %d",
+                    host,
+                    name[:64],
+                    count,
+                )
             send(connection, {"error": "rejected"}, deadline)
             return
         self.unproven.discard(connection)  # the token is proven: it is a peer's
@@ -183,17 +190,6 @@ class PeerServer:
                 host,
                 content,
                 request[-1],
-            )
-
-    def _log_rejection(self, host: str, name: str) -> None:
-        # A line for every request would let a stranger fill the disk.
-        if count := self._rejections.count():
-            log.warning(
-                "Rejected a request for the global state from %s, who says to be %r: no valid "
-                "token. Rejected since the last such line: %d",
-                host,
-                name[:64],
-                count,
             )
 
 
