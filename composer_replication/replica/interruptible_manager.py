@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,23 +21,22 @@ from composer_replication.replica.rendezvous import SyncAlarm
 from composer_replication.util.daemon_executor import DaemonExecutor
 
 
-class InterruptibleWork:
+class InterruptibleWork(NamedTuple):
     """Waits for a collective in short waits, between which Python handles signals.
 
     gloo's own wait is one call into C++, in which Python handles no signal for up to ``timeout``.
 
-    Args:
+    Attributes:
         work: torchft's ``Work``.
         is_broken: Says whether the collective can never end well. The wait then ends without it.
             The collective's tensors must not be used again: gloo may write to them until its own
             ``timeout``.
     """
 
-    LONGEST_WAIT = timedelta(milliseconds=10)
+    work: Any
+    is_broken: Callable[[], bool]
 
-    def __init__(self, work: Any, is_broken: Callable[[], bool]) -> None:
-        self._work = work
-        self._is_broken = is_broken
+    LONGEST_WAIT = timedelta(milliseconds=10)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the end of the collective.
@@ -45,13 +44,13 @@ class InterruptibleWork:
         Returns:
             False if the collective is broken, else what torchft's ``wait`` returns.
         """
-        sent = getattr(self._work, "_work", None)  # None after an error: torchft has sent nothing
+        sent = getattr(self.work, "_work", None)  # None after an error: torchft has sent nothing
         while sent is not None and not sent.is_completed():
-            if self._is_broken():
+            if self.is_broken():
                 return False
             with suppress(RuntimeError):  # it is not over yet, or has failed: see torchft's wait
                 sent.wait(self.LONGEST_WAIT)
-        return self._work.wait(timeout)
+        return self.work.wait(timeout)
 
 
 class InterruptibleManager(Manager):
@@ -115,11 +114,12 @@ class InterruptibleManager(Manager):
             received: 1-D; the parts from all groups, in the order of the groups.
             sent: 1-D; as many equal parts as there are groups.
         """
-
-        def start(into: Tensor) -> Any:
-            return self._pg.alltoall_base(into, self._carried(sent), [], [], AllToAllOptions())
-
-        return self._start_collective(start, received)
+        return self._start_collective(
+            lambda into: self._pg.alltoall_base(
+                into, self._carried(sent), [], [], AllToAllOptions()
+            ),
+            received,
+        )
 
     def all_gather(self, gathered: Tensor, own: Tensor) -> Any:
         """Start to send ``own`` to all groups. Errors are handled as in ``allreduce``.
@@ -128,12 +128,14 @@ class InterruptibleManager(Manager):
             gathered: 1-D; the parts from all groups, in the order of the groups.
             own: This group's part.
         """
-
-        def start(into: Tensor) -> Any:
-            parts = list(into.chunk(into.numel() // own.numel()))
-            return self._pg.allgather([parts], [self._carried(own)], AllgatherOptions())
-
-        return self._start_collective(start, gathered)
+        return self._start_collective(
+            lambda into: self._pg.allgather(
+                [list(into.chunk(into.numel() // own.numel()))],
+                [self._carried(own)],
+                AllgatherOptions(),
+            ),
+            gathered,
+        )
 
     def _start_collective(self, start: Callable[[Tensor], Any], result: Tensor) -> Any:
         """Do for a collective that torchft's Manager lacks what ``Manager.allreduce`` does.

@@ -16,8 +16,6 @@ Answer = TypeVar("Answer")
 POLL_S = 1.0
 """How long the other ranks wait at a time for what rank 0 awaits, in seconds."""
 
-_EXECUTOR = DaemonExecutor()
-
 
 def rank() -> int:
     """This process's rank: the launcher's, until torch.distributed is initialized."""
@@ -82,7 +80,7 @@ def ask_on_rank_0(ask: Callable[[], Answer]) -> Answer:
 
 def begin_on_rank_0(ask: Callable[[], Answer]) -> Future[Answer] | None:
     """Call a function on a thread of rank 0, for ``await_on_rank_0``; None on the other ranks."""
-    return None if rank() else _EXECUTOR.submit(ask)
+    return None if rank() else DaemonExecutor().submit(ask)
 
 
 def await_on_rank_0(begun: Future[Answer] | None, note_wait: Callable[[], object]) -> Answer:

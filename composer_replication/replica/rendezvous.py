@@ -172,14 +172,13 @@ class SyncAlarm:
             if time.monotonic() - self._asked_at > 4 * self.POLL_S:
                 continue  # no thread waits for a collective: a group in training sends no requests
             try:
-                is_raised = bool(self._board("read", self._key))
+                if not self._board("read", self._key):
+                    continue
             except Exception as error:  # without this thread the group would wait for its timeout
                 _log_unusable(error)
-                is_raised = True
-            if is_raised:
-                # It needs no lock: it changes from None to a number. If two threads set it at the
-                # same time, both see an alarm.
-                self._raised_at = time.monotonic()
+            # It needs no lock: it changes from None to a number. If two threads set it at the same
+            # time, both see an alarm.
+            self._raised_at = time.monotonic()
 
     def raise_for_all(self) -> None:
         """Raise the alarm, once. It is posted on another thread, so the caller does not wait."""
@@ -209,6 +208,9 @@ class SyncAlarm:
 
 def _log_unusable(error: Exception) -> None:
     """Log why a board cannot be used. With an ``OSError`` its member has only left or died."""
-    level = logging.DEBUG if isinstance(error, OSError) else logging.WARNING
-    what = "Cannot use the board of the quorum's first member"
-    log.log(level, "%s: %s: %s", what, type(error).__name__, error)
+    log.log(
+        logging.DEBUG if isinstance(error, OSError) else logging.WARNING,
+        "Cannot use the board of the quorum's first member: %s: %s",
+        type(error).__name__,
+        error,
+    )

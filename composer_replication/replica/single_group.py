@@ -40,9 +40,19 @@ class SingleGroupManager(TellsNothing):
     that process group waits for a collective.
     """
 
+    members: tuple[str, ...] = ()
+    """No groups, so that no log line names them: one says already that this one is alone."""
+
+    fault = None
+    """Nobody says which group made the last sync fail."""
+
+    longest_wait_s = math.inf
+    """Waits have no timeouts here."""
+
+    _use_async_quorum = False
+    _min_replica_size = 1
+
     def __init__(self) -> None:
-        self._use_async_quorum = False
-        self._min_replica_size = 1
         self._step = 0
         self._batches_committed = 0
         self._has_quorum = False
@@ -53,10 +63,6 @@ class SingleGroupManager(TellsNothing):
         """Whether this group asks that messages are gathered, and not summed."""
         self.settings: dict[str, Any] = {}
         """All that has to be equal in all groups; DiLoCo sets it."""
-        self.fault = None
-        """Nobody says which group made the last sync fail."""
-        self.longest_wait_s = math.inf
-        """Waits have no timeouts here."""
 
     def register_state_dict_fn(
         self,
@@ -91,17 +97,12 @@ class SingleGroupManager(TellsNothing):
 
     def num_participants(self) -> int:
         """The number of members of the quorum; 0 before the first one."""
-        return 1 if self._has_quorum else 0
+        return int(self._has_quorum)
 
     @property
     def gathers(self) -> bool:
         """Whether a member of the quorum asks that messages are gathered."""
         return self.asks_to_gather  # DiLoCo sets it between two quorums
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        """No groups, so that no log line names them: one says already that this one is alone."""
-        return ()
 
     def participating_rank(self) -> int | None:
         """The rank of this group in the quorum; None before the first one."""
