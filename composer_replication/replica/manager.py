@@ -77,12 +77,10 @@ class AnsweringClient:
 
     def __init__(self, client: Any, num_ranks: int) -> None:
         self.ask = client._quorum
-        self.should_commit = client.should_commit if num_ranks > 1 else self._own_vote
+        self.should_commit = client.should_commit
+        if num_ranks == 1:
+            self.should_commit = lambda rank, step, vote, timeout: vote
         self.quorum: Any = None
-
-    def _own_vote(self, rank: int, step: int, vote: bool, timeout: timedelta) -> bool:
-        del rank, step, timeout
-        return vote
 
     def _quorum(self, **request: Any) -> Any:
         del request  # ``ReplicaManager._ask`` has made the same one
@@ -161,32 +159,27 @@ class ReplicaManager(InterruptibleManager):
         self.num_replicas = options.num_replicas
         self.give_up_after_s = options.give_up_after_s
         self._lighthouse_addr = lighthouse_of(options)
-        self._server = transport.server
         self._is_shut_down = False
         self.asks_to_gather = False
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
-        self.member = self._as_member()
-        self.settings = self.member.own.settings
-        self._client = AnsweringClient(self._client, ranks[1])
-
-    def _as_member(self) -> QuorumMember:
+        self.settings: dict[str, Any] = {"ranks": ranks[1]}
         report = MemberReport(
             manager=self._store.get(MANAGER_ADDR_KEY).decode(),
-            board=self._server.address,
-            settings={"ranks": self._group_world_size},
+            board=transport.server.address,
+            settings=self.settings,
         )
-        return QuorumMember(
+        self.member = QuorumMember(
             self._store.get(REPLICA_ID_KEY).decode(),
             report,
-            self._server.tokens,
+            transport.server.tokens,
             MissingMembers(lambda: read_status(self._lighthouse_addr).alive),
             self._find_unreachable,
-            self._min_replica_size,
-            self._group_rank,
-            self._group_world_size,
+            options.min_replica_size,
+            *ranks,
             self._store,
         )
+        self._client = AnsweringClient(self._client, ranks[1])
 
     @property
     def fault(self) -> str | None:
@@ -259,7 +252,7 @@ class ReplicaManager(InterruptibleManager):
             self._close_connections()
         own.gathers = self.asks_to_gather
         self._client.quorum = self._wait_for_quorum(shrink_only, timeout)
-        if not self.member.keeps_connection:
+        if own.connection is None:
             self._quorum_id = -1  # torchft connects again when the quorum's id has changed
         try:
             super().start_quorum(allow_heal, shrink_only, timeout)
@@ -365,14 +358,13 @@ class ReplicaManager(InterruptibleManager):
         Raises:
             ConnectionError: A member's address does not answer, or a member does not connect.
         """
-        self.member.own.connection = None
         if self._alarm is not None:
             self._alarm.close()
             self._alarm = None
         identity = json.dumps([communicator_id, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
         limit_s = self._connect_timeout.total_seconds()
-        client = PeerClient(self._server.tokens, "", limit_s)
+        client = PeerClient(self.member.tokens, "", limit_s)
         boards = {
             name: partial(client.ask, report.board) for name, report in self.member.reports.items()
         }
@@ -433,9 +425,9 @@ class ReplicaManager(InterruptibleManager):
         """Close what ``shutdown`` has left open: sockets, threads and ports."""
         if self._alarm is not None:
             self._alarm.close()
-        self._server.close()
+        self._checkpoint_transport.server.close()
         self._pg.abort(errored=False)  # pyright: ignore[reportCallIssue]
-        # Each of these closes its sockets when its last reference goes.
+        # Each of these closes its sockets, or frees its memory, when its last reference goes.
         for name in (
             "_pg",
             "_store",
@@ -443,10 +435,10 @@ class ReplicaManager(InterruptibleManager):
             "member",
             "_manager",
             "_checkpoint_transport",
+            "_load_state_dict_fns",
+            "_user_state_dicts",
         ):
             setattr(self, name, None)
-        self._load_state_dict_fns.clear()
-        self._user_state_dicts.clear()
 
 
 def is_own_failure(error: Exception) -> bool:

@@ -212,10 +212,11 @@ def check_ranks(status: LighthouseStatus, replica_id: str, num_ranks: int) -> No
     Raises:
         SettingsMismatch: All living groups of the last quorum have another number.
     """
-    peers = []
-    for member in status.members:
-        if member.replica_id in status.alive and group_name(member.replica_id) != replica_id:
-            peers.append(member)
+    peers = [
+        member
+        for member in status.members
+        if member.replica_id in status.alive and group_name(member.replica_id) != replica_id
+    ]
     if peers and all(peer.world_size != num_ranks for peer in peers):
         whose = f"replica group {group_name(peers[0].replica_id)}"
         compare_fingerprints({"ranks": num_ranks}, {"ranks": peers[0].world_size}, whose)
@@ -275,11 +276,13 @@ def members_before(reports: MemberReports) -> frozenset[str]:
     It reads all reports, and not this member's own memory: a joiner has none, and would use the
     quorum and wait in it for those that decline it.
     """
-    members: set[str] = set()
-    for report in reports.values():
-        if report.previous is not None:
-            members.update(set(report.previous.members).difference(report.left_out))
-    return frozenset(members)
+    return frozenset(
+        name
+        for report in reports.values()
+        if report.previous is not None
+        for name in report.previous.members
+        if name not in report.left_out
+    )
 
 
 # ---- who is blamed, and left out ---------------------------------------------------------------
@@ -302,10 +305,11 @@ def at_fault(reports: MemberReports) -> str | None:
         reports: By the lighthouse's name of the member.
     """
     highest = max(report.step for report in reports.values())
-    broken_links = set()
-    for name, report in reports.items():
-        for other in reports.keys() & report.unreachable:
-            broken_links.add(frozenset((name, other)))
+    broken_links = {
+        frozenset((name, other))
+        for name, report in reports.items()
+        for other in reports.keys() & report.unreachable
+    }
 
     def blame(name: str) -> tuple[bool, bool, int, int, str]:
         own = reports[name]
@@ -322,8 +326,7 @@ def describe_fault(name: str, reports: MemberReports) -> str:
     """Say in one sentence why the member is blamed, for a message."""
     if reports[name].has_failed:
         return "it fails by an error of its own, which the log has"
-    groups = {other for other, report in reports.items() if name in report.unreachable}
-    groups.discard(name)
+    groups = {other for other, report in reports.items() if name in report.unreachable} - {name}
     if not groups:
         return f"it cannot reach {group_names(reports[name].unreachable)}"
     return (
@@ -375,9 +378,9 @@ def restrict_quorum(quorum: Any, reports: MemberReports, group_rank: int) -> Any
     max_step = max(report.step for report in members)
     donors = [index for index, report in enumerate(members) if report.step == max_step]
     joiners = [index for index, report in enumerate(members) if report.step != max_step]
-    donor_of = {}
-    for turn, joiner in enumerate(joiners):
-        donor_of[joiner] = donors[(turn + group_rank) % len(donors)]
+    donor_of = {
+        joiner: donors[(turn + group_rank) % len(donors)] for turn, joiner in enumerate(joiners)
+    }
     source = donor_of.get(rank)
     return SimpleNamespace(
         quorum_id=quorum.quorum_id,

@@ -100,7 +100,8 @@ class QuorumMember:
 
     Args:
         name: The lighthouse's name of this member: its replica id, a colon and a uuid.
-        own: What this member reports: its addresses and settings, and what it remembers.
+        own: What this member reports: its addresses and settings, and what it remembers. Its
+            ``connection`` is None after ``use`` if all members connect again.
         tokens: The run's accepted secrets; the first one signs reports.
         missing: The members that this group waits for.
         find_unreachable: Says which members' addresses do not answer. Called on a thread too.
@@ -112,7 +113,6 @@ class QuorumMember:
 
     Attributes:
         reports: Those of the members of the last quorum.
-        keeps_connection: Whether the last quorum is used with the connection of the one before.
         fault: Which group made the last sync fail: ``this`` one, ``another`` one (also if one has
             joined or left since), or None if it did not fail or nobody can be named.
     """
@@ -120,10 +120,6 @@ class QuorumMember:
     LEAVES_AFTER_S = 30.0
     """For how long the member at fault tries again, in seconds. No group leaves for an interruption
     of 20 s."""
-
-    REJECTIONS = (SettingsMismatch, DuplicateIdError)
-    """The errors with which a group has to leave. The class name is the key of the reason in the
-    store."""
 
     name: str
     own: MemberReport
@@ -137,7 +133,6 @@ class QuorumMember:
 
     def __post_init__(self) -> None:
         self.reports: MemberReports = {}
-        self.keeps_connection = False
         self.fault: str | None = None
         self._leave_reason = ""
         self._at_fault_since: float | None = None
@@ -223,7 +218,8 @@ class QuorumMember:
         if self.num_ranks == 1:  # another rank might leave out others
             reports = self._without_unreachable(reports, handles)
         self.reports = reports
-        self.keeps_connection = self._are_connected(quorum.quorum_id)
+        if not self._are_connected(quorum.quorum_id):
+            self.own.connection = None
         if len(reports) == len(handles):
             return quorum
         return restrict_quorum(quorum, reports, self.rank)
@@ -255,7 +251,11 @@ class QuorumMember:
                 reports[name] = report
             elif handle or self.rank == 0:
                 # torchft gives a group without a rank of this number an empty handle.
-                strangers[name] = _STRANGER.format(name)
+                strangers[name] = (
+                    f"Left {name!r} out of the quorum: it does not prove that it knows this run's "
+                    "token. It is a stranger, COMPOSER_REPLICATION_TOKEN differs between the "
+                    "replica groups, or it runs another version of composer-replication"
+                )
         if self.name not in reports:
             raise QuorumFailed(
                 f"somebody else asks the lighthouse in the name of this group, {self.name!r}"
@@ -264,7 +264,10 @@ class QuorumMember:
         doubles = {}
         for name in second_holders(reports).keys() - {self.name}:
             host, _, _ = reports.pop(name).board.rpartition(":")
-            doubles[name] = _DOUBLE.format(group_name(name), host)
+            doubles[name] = (
+                f"Left a second replica group {group_name(name)!r}, on {host}, out of the quorum: "
+                "give each group a REPLICA_GROUP_ID of its own"
+            )
         self._warn("double", doubles)
         self.own.left_out = tuple(name for name in handles if name not in reports)
         return reports
@@ -312,7 +315,7 @@ class QuorumMember:
             self._reject(SettingsMismatch(shared[self.name]))
         self._warn("settings", others)
         self._warn("folder", shared)
-        return not others and not shared
+        return not (others or shared)
 
     def _is_first(self, reports: MemberReports) -> bool:
         """Whether this member is the first holder of its replica id.
@@ -341,14 +344,17 @@ class QuorumMember:
         return False
 
     def _reject(self, error: ValueError) -> None:
-        """Say on rank 0 why this group has to leave: at once, or to all ranks before they agree."""
+        """Say on rank 0 why this group has to leave: at once, or to all ranks before they agree.
+
+        The class name of the error is the key of the reason in the store.
+        """
         if self.num_ranks == 1:
             raise error
         self.store.set(type(error).__name__, str(error))
 
     def _check_rejection(self, do_ranks_agree: Callable[[bool], bool]) -> None:
         """Raise, on every rank, the reason that rank 0 has found why this group has to leave."""
-        for kind in self.REJECTIONS:
+        for kind in (SettingsMismatch, DuplicateIdError):
             if self.store.check([kind.__name__]):
                 reason = self.store.get(kind.__name__).decode()
                 # The store ends with rank 0, which therefore waits until all ranks have read it.
@@ -400,10 +406,10 @@ class QuorumMember:
             QuorumDeclined: This member is not one of them.
         """
         left_out = members_to_leave_out(reports, self.min_replica_size)
-        warnings = {}
-        for name in left_out:
-            fault = describe_fault(name, reports)
-            warnings[name] = f"Syncs go on without group {group_name(name)}: {fault}"
+        warnings = {
+            name: f"Syncs go on without group {group_name(name)}: {describe_fault(name, reports)}"
+            for name in left_out
+        }
         self._warn("unreachable", warnings)
         # Two members that stay find a broken connection again when they connect.
         tried = reports if self.name in left_out else left_out
@@ -415,17 +421,6 @@ class QuorumMember:
         if self.is_left_out:
             raise QuorumDeclined
         return {name: report for name, report in reports.items() if name not in left_out}
-
-
-_STRANGER = (
-    "Left {!r} out of the quorum: it does not prove that it knows this run's token. It is a "
-    "stranger, COMPOSER_REPLICATION_TOKEN differs between the replica groups, or it runs another "
-    "version of composer-replication"
-)
-_DOUBLE = (
-    "Left a second replica group {!r}, on {}, out of the quorum: give each group a "
-    "REPLICA_GROUP_ID of its own"
-)
 
 
 class Recheck:

@@ -128,7 +128,7 @@ class Groups:
             member.use(quorum_of(handles, member.name, quorum_id), do_ranks_agree=None)
         except QuorumDeclined:
             return "declined"
-        return "kept" if member.keeps_connection else "connected"
+        return "kept" if member.own.connection else "connected"
 
 
 # ---- connections ---------------------------------------------------------------------------------
@@ -390,7 +390,7 @@ def test_a_member_whose_handle_cannot_be_understood_is_left_out(handle, caplog):
     quorum = use(member, ("b:1", handle))
     assert quorum.replica_ids == ["a:1"] and quorum.replica_world_size == 1
     assert quorum.max_step == 4 and not quorum.heal  # whatever step the other one claims
-    assert [*member.reports] == ["a:1"] and not member.missing.names and not member.keeps_connection
+    assert [*member.reports] == ["a:1"] and not member.missing.names and not member.own.connection
     assert "Left 'b:1' out of the quorum" in caplog.text
 
 
