@@ -258,20 +258,23 @@ def _manager_server_at(address: str | None, own_uuid: str) -> Iterator[None]:
             torchft.manager.uuid = uuid
 
 
-_last_message = ""
-
-
-def _one_line(record: logging.LogRecord) -> bool:
-    """A filter that reduces torchft's log of an error to one line.
+class _OneLine(logging.Filter):
+    """Reduces torchft's log of an error to one line.
 
     torchft logs an error that it swallows with its traceback, and again for every collective that
     was under way. On a CPU it also warns at every new quorum that there is no NCCL to trace.
     """
-    global _last_message
-    record.exc_info = None
-    is_news = record.getMessage() != _last_message
-    _last_message = record.getMessage()
-    return is_news and "NCCL flight recorder" not in _last_message
+
+    _last = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        is_news = record.getMessage() != self._last
+        self._last = record.getMessage()
+        return is_news and "NCCL flight recorder" not in self._last
+
+
+_one_line = _OneLine()
 
 
 def tame_torchft_logs() -> None:

@@ -162,6 +162,7 @@ class PeerServer:
         name = asked["name"]
         question = (self.address, challenge, asked["nonce"], name, request)
         if not is_proven(self.tokens, asked["proof"], "question", *question):
+            # A line for every request would let a stranger fill the disk.
             if count := self._rejections.count():
                 log.warning(
                     "Rejected a request for the global state from %s, who says to be %r: no valid "
