@@ -24,13 +24,7 @@ from composer_replication.group.run_folder import (
     WARNING,
     ReplicaFolder,
 )
-from composer_replication.group.words import (
-    listed_groups,
-    on_other_data,
-    on_same_samples,
-    plural,
-    why_nothing_was_learned,
-)
+from composer_replication.group.words import listed_groups, plural, why_nothing_was_learned
 from composer_replication.options import DuplicateIdError, ReplicaOptions, replica_id_of
 from composer_replication.replica.ranks import rank, world_size
 from composer_replication.settings import DiLoCoSettings
@@ -179,7 +173,11 @@ class Reporter:
                 self._last_sync["global_digest"] = report.global_digest
                 event["diloco/global_digest"] = report.global_digest
             if report.equal_samples:
-                self.warn(on_same_samples(report.equal_samples, self._host.data_fix))
+                self.warn(
+                    f"{listed_groups(report.equal_samples)} train on the same samples, their first "
+                    f"batches are equal: give each its own part with {self._host.data_fix}; if "
+                    "they are meant to be the same, set same_samples=True"
+                )
             self.folder.append(SYNC, event)
             fragment = f", fragment {report.fragment}" if self._settings.fragment_count > 1 else ""
             log.info(
@@ -202,7 +200,11 @@ class Reporter:
     def _report_data(self, manager: DiLoCoManager) -> None:
         odd = manager.on_other_datasets()
         if odd:
-            self.warn(on_other_data(odd))
+            self.warn(
+                f"{listed_groups(odd)} divide datasets by replica_shard that differ in samples or "
+                "order, so some samples are read twice and others never: give all the same one, "
+                "shuffled and split with the same seed"
+            )
 
     @fence("who takes part")
     def _report_members(self, report: SyncReport, manager: DiLoCoManager) -> None:
@@ -226,16 +228,16 @@ class Reporter:
         if self._settings.sync_buffers == "none":  # each group has its own
             for name, buffer in persistent_buffers(self._host.model).items():
                 own_buffers[name] = digest_of_tensors({name: buffer})[:8]
-        inner_steps = diloco.inner_steps
-        outer_steps = diloco.outer_step
         return {
             "replica_id": self.folder.replica_id,
-            "inner_steps": inner_steps,
-            "outer_steps": outer_steps,
+            "inner_steps": diloco.inner_steps,
+            "outer_steps": diloco.outer_step,
             "global_digest": diloco.global_digest(),
             "final_loss": self.final_loss,
             "own_buffers": own_buffers,
-            "failure": why_nothing_was_learned(outer_steps, inner_steps, self.fruitless),
+            "failure": why_nothing_was_learned(
+                diloco.outer_step, diloco.inner_steps, self.fruitless
+            ),
         }
 
     # ---- the position in training ------------------------------------------------------------
@@ -283,7 +285,8 @@ class Reporter:
             "outer_step": diloco.outer_step,
             "loss": self.final_loss if self._host.last_loss is None else self._host.last_loss,
         }
-        if phase == "training" and self._is_warm_up(diloco.outer_step + 1):
+        longest = self._settings.sync_every_at(sys.maxsize)  # a schedule makes rounds longer
+        if phase == "training" and self._settings.sync_every_at(diloco.outer_step + 1) < longest:
             phase = "warm-up"
         trained_at = self._before.get("trained_at") if phase == "joining" else time.time()
         self.folder.write_status(
@@ -293,18 +296,13 @@ class Reporter:
             trained_at=trained_at,
         )
         if phase != "joining" and not rank():
-            self._show(diloco.outer_step, self._ends_at if done else None)
+            groups = plural(self._num_groups, "group")
+            with fence("the position on the progress bar"):
+                self._host.show_position(
+                    f"outer step {diloco.outer_step}, {groups}",
+                    self._ends_at if done else None,
+                )
         return position | {"phase": phase, "steps_per_second": speed} | self._last_sync
-
-    def _is_warm_up(self, outer_step: int) -> bool:
-        """Whether the schedule makes the rounds longer later."""
-        now = self._settings.sync_every_at(outer_step)
-        return now < self._settings.sync_every_at(sys.maxsize)
-
-    @fence("the position on the progress bar")
-    def _show(self, outer_step: int, estimated_end: int | None) -> None:
-        groups = plural(self._num_groups, "group")
-        self._host.show_position(f"outer step {outer_step}, {groups}", estimated_end)
 
 
 def folder_of(options: ReplicaOptions) -> ReplicaFolder:

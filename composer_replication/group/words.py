@@ -70,27 +70,9 @@ def format_roughly(seconds: float) -> str:
     return f"{seconds / 3600:.0f} h"
 
 
-def on_same_samples(names: Sequence[str], data_fix: str) -> str:
-    """Say that replica groups train on the same samples, and with what to divide them."""
-    return (
-        f"{listed_groups(names)} train on the same samples, their first batches are equal: give "
-        f"each its own part with {data_fix}; if they are meant to be the same, set "
-        "same_samples=True"
-    )
-
-
-def on_other_data(names: Sequence[str]) -> str:
-    """Say that replica groups divide different datasets, and with what they are the same."""
-    return (
-        f"{listed_groups(names)} divide datasets by replica_shard that differ in samples or order, "
-        "so some samples are read twice and others never: give all the same one, shuffled and "
-        "split with the same seed"
-    )
-
-
-def listed_groups(names: Sequence[str], limit: int = 8) -> str:
+def listed_groups(names: Sequence[str]) -> str:
     """Name replica groups: ``group 1``, ``groups 0, 1 and 2``, or how many, if they are many."""
-    if len(names) > limit:
+    if len(names) > 8:
         return f"{len(names)} groups"
     *others, last = names
     return f"groups {', '.join(others)} and {last}" if others else f"group {last}"
