@@ -22,6 +22,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -119,29 +120,18 @@ class CheckpointLayout:
 
     def template(self) -> dict[str, Any]:
         """Return empty tensors in the structure of ``pack``, to load a sharded checkpoint into."""
-        local: dict[str, Tensor] = {}
-        theta: dict[str, Tensor] = {}
-        momentum: dict[str, Tensor] = {}
-        residual: dict[str, Tensor] = {}
+        tensors = defaultdict[str, dict[str, Tensor]](dict)
         for name, live in self.live.items():
-            local[name] = torch.empty_like(held_tensor(live))
-            numbers = local[name]
-            if has_mean(live):
-                numbers = numbers.float()
+            local = torch.empty_like(held_tensor(live))
+            tensors["local"][name] = local
+            numbers = local.float() if has_mean(live) else local
             if name in self._theta_beside:
-                theta[name] = torch.empty_like(numbers)
+                tensors["theta"][name] = torch.empty_like(numbers)
             if self._has_momentum and live.requires_grad:
-                momentum[name] = torch.empty_like(numbers)
+                tensors["momentum"][name] = torch.empty_like(numbers)
             if self._settings.keeps_residual and has_mean(live):
-                residual[name] = torch.empty_like(numbers)
-        return self._saved(
-            "",
-            "",
-            local=local,
-            momentum=momentum,
-            residual=residual,
-            theta=theta,
-        )
+                tensors["residual"][name] = torch.empty_like(numbers)
+        return self._saved("", "", **tensors)
 
     def _saved(
         self,
@@ -210,10 +200,11 @@ class CheckpointLayout:
         momentum = self._load_all(saved.get("momentum", {}))
         fragments = []
         for index, names in enumerate(self.fragments):
-            buffers: dict[int, Any] = {}
-            for position, name in enumerate(names):
-                if progress["has_momentum"][index] and name in momentum:
-                    buffers[position] = {"momentum_buffer": momentum[name]}
+            buffers = {
+                position: {"momentum_buffer": momentum[name]}
+                for position, name in enumerate(names)
+                if progress["has_momentum"][index] and name in momentum
+            }
             optimizer = {"state": buffers, "param_groups": progress["outer_optimizers"][index]}
             own = {name: theta[name] for name in names}
             fragments.append({"theta": own, "optimizer": optimizer})
@@ -226,13 +217,12 @@ class CheckpointLayout:
 
     def _check_model(self, local: Mapping[str, Tensor], progress: Mapping[str, Any]) -> None:
         live = self.live
-        names = local.keys()
-        fixed = FIXED if names == live.keys() else FIXED_WITH_BUFFERS
+        odd = sorted(local.keys() ^ live.keys())
+        fixed = FIXED_WITH_BUFFERS if odd else FIXED
         check_fixed(self._settings.fingerprint(), progress["settings"], fixed)
-        if names != live.keys():
-            odd = sorted(names ^ live.keys())[0]
-            where = "only in the model" if odd in live else "not in the model"
-            raise BadStateError(f"{odd} is {where}: the checkpoint is one of another model")
+        if odd:
+            where = "only in the model" if odd[0] in live else "not in the model"
+            raise BadStateError(f"{odd[0]} is {where}: the checkpoint is one of another model")
         # If the model was cut elsewhere, the checkpoint's counts belong to other fragments.
         pairs = zip(progress["first_names"], self.fragments, strict=True)
         for index, (first, fragment) in enumerate(pairs):
@@ -278,7 +268,8 @@ class CheckpointLayout:
         distributed = distribute_tensor(on_device, mesh, like.placements, src_data_rank=None)
         return distributed.to_local()
 
-    def _load_in_flight(self, saved: Mapping[str, Any] | str) -> dict[str, Any] | None:
+    def _load_in_flight(self, saved: Any) -> dict[str, Any] | None:
+        """Return what ``_save_in_flight`` was given, with this rank's part of its tensors."""
         if not saved:
             return None
         if isinstance(saved, str):
@@ -286,7 +277,6 @@ class CheckpointLayout:
                 saved = torch.load(io.BytesIO(base64.b64decode(saved)), weights_only=True)
             except Exception as error:  # torch raises errors of many classes
                 raise BadStateError(f"its sync in flight cannot be read ({error})") from error
-        assert not isinstance(saved, str)
         return {**saved, "local": self._load_all(saved["local"])}
 
 
@@ -310,12 +300,11 @@ def _momentum_of(fragments: list[dict[str, Any]]) -> dict[str, Tensor]:
     momentum = {}
     for fragment in fragments:
         theta = [*fragment["theta"].items()]
-        optimizer = fragment["optimizer"]
-        for group in optimizer["param_groups"]:
-            for index in group["params"]:
-                name, like = theta[index]
-                buffer = optimizer["state"].get(index, {}).get("momentum_buffer")
-                momentum[name] = torch.zeros_like(like) if buffer is None else buffer
+        (group,) = fragment["optimizer"]["param_groups"]  # of the outer SGD
+        for index in group["params"]:
+            name, like = theta[index]
+            state = fragment["optimizer"]["state"].get(index)
+            momentum[name] = state["momentum_buffer"] if state else torch.zeros_like(like)
     return momentum
 
 
@@ -362,9 +351,12 @@ def checksums(
 
 
 def replaced(sums: Mapping[str, int], live: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the tensors that have changed since ``checksums`` gave these sums."""
+    """Return the names of the tensors that have changed since ``checksums`` gave these sums.
+
+    Those that had no sum are left out.
+    """
     now = checksums(live)
-    return [name for name, checksum in now.items() if checksum != sums.get(name)]
+    return [name for name, checksum in now.items() if sums.get(name, checksum) != checksum]
 
 
 def _checksum(tensor: Tensor) -> int:

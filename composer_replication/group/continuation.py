@@ -16,7 +16,6 @@ from composer_replication.diloco.fragments import listed, synced_tensors
 from composer_replication.group.checkpoint import (
     BadStateError,
     CheckpointLayout,
-    checksums,
     replaced,
     theta_of,
 )
@@ -42,14 +41,13 @@ class Continuation:
         loaded: What a trainer has loaded from a checkpoint, which it puts here, until the next fit
             begins; otherwise empty.
         is_resumed: Whether this fit continues from a checkpoint.
-        ended: DiLoCo's state at the end of the previous fit; None before. It has no copies, since
+        ended: DiLoCo's state at the end of the previous fit; empty before. It has no copies, since
             no step follows.
-        left: Checksums of what the previous fit has left in the model; None if that is not known,
+        left: Checksums of what the previous fit has left in the model; empty if that is not known,
             as after an error.
-        layout: How this fit's checkpoints store its tensors, from ``begin`` on.
-        also_synced: Names of the parameters that belonged to the global state before, also of those
-            that are frozen now.
-        unusable: Why this group does not continue from a checkpoint that it has; None if it does,
+        layout: How this fit's checkpoints store its tensors, from ``begin`` on: also those that
+            belonged to the global state before, and are frozen now.
+        unusable: Why this group does not continue from a checkpoint that it has; empty if it does,
             or has none. It may still join others, which hold the run's state.
     """
 
@@ -57,15 +55,14 @@ class Continuation:
         self._host = host
         self.loaded: dict[str, Any] = {}
         self.is_resumed = False
-        self.ended: dict[str, Any] | None = None
-        self.left: dict[str, int] | None = None
+        self.ended: dict[str, Any] = {}
+        self.left: dict[str, int] = {}
         self.layout: CheckpointLayout
-        self.also_synced: Collection[str] = ()
-        self.unusable: str | None = None
+        self.unusable = ""
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
 
-    def check_loaded(self, path: str | None, problem: str | None = None) -> None:
+    def check_loaded(self, path: str | None, problem: str = "") -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
 
         In a run that has begun, the group joins others all the same: they hold the state. Every
@@ -73,14 +70,14 @@ class Continuation:
 
         Args:
             path: The path of the checkpoint, for errors.
-            problem: Why the state cannot be read, if that is known.
+            problem: Why the state cannot be read; empty if that is not known.
 
         Raises:
             BadStateError: It has training state, but no DiLoCo state, and no others can have it.
         """
         self._path = path
         has_begun = self._host.group.has_begun  # on every rank, whatever each has loaded
-        if self.loaded or (problem is None and not self._host.steps):
+        if self.loaded or not (problem or self._host.steps):
             return
         rejection = self._rejection(
             problem
@@ -106,14 +103,13 @@ class Continuation:
             ValueError: The previous fit trained other parameters, or the model holds other values
                 than it left.
         """
-        known = {} if self.ended is None else theta_of(self.ended["fragments"])
-        self.also_synced = set(self.loaded.get("local", known))
-        self.layout = self.layout_of(self.also_synced)
+        known = theta_of(self.ended.get("fragments", ()))
+        self.layout = self.layout_of(self.loaded.get("local", known))
         self._resumed = self._read()
         self.loaded = {}
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
-        if self.ended is not None and not self.is_resumed:
+        if self.ended and not self.is_resumed:
             self._check_unchanged(known)
 
     def layout_of(self, also_synced: Collection[str] = ()) -> CheckpointLayout:
@@ -140,10 +136,8 @@ class Continuation:
         return BadStateError(f"cannot continue from {path}: {problem}. {fix}")
 
     def _check_unchanged(self, known: Collection[str]) -> None:
-        live = self.layout.live
-        changed = [] if self.left is None else replaced(self.left, live)
-        added = [name for name in live if name not in known]
-        other = [name for name in changed if name in known]
+        added = [name for name in self.layout.live if name not in known]
+        other = replaced(self.left, self.layout.live)
         found = []
         if added:
             found.append(f"{listed(added)} were not trained in the fit before")
@@ -165,7 +159,7 @@ class Continuation:
             run_dir: The run's folder.
             known_step: The number of outer steps that the coordinator knows of.
         """
-        if self.is_resumed or self.ended is not None:
+        if self.is_resumed or self.ended:
             return None
         return ask_on_rank_0(partial(self._start_refusal, run_dir, known_step))
 
@@ -177,7 +171,7 @@ class Continuation:
             source = "the coordinator"
         if not step:
             return None
-        why = "" if self.unusable is None else f" ({self.unusable})"
+        why = f" ({self.unusable})" if self.unusable else ""
         fix = self._host.load_checkpoint
         latest = newest_whole(self._host.checkpoints or "")
         if latest is not None:
@@ -200,11 +194,7 @@ class Continuation:
         with torch.no_grad():
             for name, tensor in local.items():
                 held_tensor(self.layout.live[name]).copy_(tensor)
-        if state is None:
+        if not state:
             return {}
         diloco.load_state_dict(state)
         return state["reading"]
-
-    def note_left(self) -> None:
-        """Note that the model holds what this fit leaves in it."""
-        self.left = checksums(self.layout.live)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -48,9 +50,10 @@ class GlobalWeights:
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if plain_name(name) in theta:
                 self._live[plain_name(name)] = tensor
-        self._kept: dict[str, Tensor] | None = None
+        self._kept: dict[str, Tensor] = {}
+        """The local parameters, while the global ones are shown."""
         names = {id(tensor): name for name, tensor in self._live.items()}
-        self._hooks = []
+        self._hooks = ExitStack()
         for module in model.modules():
             own = {}
             for key, tensor in (module._parameters | module._buffers).items():
@@ -58,13 +61,13 @@ class GlobalWeights:
                     own[key] = names[id(tensor)]
             if own:
                 hook = self._hook(id(module), own)
-                self._hooks.append(module.register_state_dict_post_hook(hook))
+                self._hooks.callback(module.register_state_dict_post_hook(hook).remove)
 
     def _hook(self, owner: int, own: Mapping[str, str]) -> Callable[..., None]:
         def substitute(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
             if id(module) != owner:
                 return  # a deep copy, such as an average, has weights of its own
-            if self._averages.are_saved or self._kept is not None:
+            if self._averages.are_saved or self._kept:
                 return  # while they are shown, one rank of DDP may save without the others
             for key, name in own.items():
                 local = state_dict.get(prefix + key)
@@ -86,14 +89,14 @@ class GlobalWeights:
 
     def local(self) -> dict[str, Tensor]:
         """The local parameters by name, also while the global ones are shown; not copies."""
-        if self._kept is not None:
+        if self._kept:
             return self._kept
         return {name: held_tensor(tensor) for name, tensor in self._live.items()}
 
     @torch.no_grad()
     def show(self) -> None:
         """Put the global parameters into the model; the local ones are kept beside ``theta``."""
-        if self._kept is not None:
+        if self._kept:
             return
         kept = {}
         for name, tensor in self._live.items():
@@ -106,47 +109,39 @@ class GlobalWeights:
     @torch.no_grad()
     def hide(self) -> None:
         """Put the local parameters back, bitwise identical."""
-        if self._kept is not None:
-            for name, tensor in self._live.items():
-                held_tensor(tensor).copy_(self._kept[name])
-            self._kept = None
+        for name, local in self._kept.items():
+            held_tensor(self._live[name]).copy_(local)
+        self._kept = {}
 
     def remove(self) -> None:
         """Put the local parameters back, and remove the hooks."""
         self.hide()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
 
 class Generators:
     """Keeps the states of the random generators. Both methods may be repeated."""
 
     def __init__(self) -> None:
-        self._states: tuple[Any, ...] | None = None
+        self._restores: list[Callable[[], object]] = []
 
     def save(self) -> None:
         """Save the states, unless they have been saved already."""
-        if self._states is not None:
+        if self._restores:
             return
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-        self._states = (
-            torch.get_rng_state(),
-            cuda,
-            random.getstate(),
-            np.random.get_state(),
-        )
+        self._restores = [
+            partial(torch.set_rng_state, torch.get_rng_state()),
+            partial(random.setstate, random.getstate()),
+            partial(np.random.set_state, np.random.get_state()),
+        ]
+        if torch.cuda.is_initialized():
+            self._restores.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
 
     def restore(self) -> None:
         """Restore the saved states, if there are any."""
-        if self._states is not None:
-            torch_state, cuda, python, numpy = self._states
-            torch.set_rng_state(torch_state)
-            if cuda is not None:
-                torch.cuda.set_rng_state(cuda)
-            random.setstate(python)
-            np.random.set_state(numpy)
-            self._states = None
+        for restore in self._restores:
+            restore()
+        self._restores = []
 
 
 def as_dtensor(shard: Tensor, like: DTensor) -> DTensor:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from composer_replication.data.sample_stream import digests_of_divided
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.torchft_api import as_diloco_manager
 from composer_replication.group.call_watch import when_over
-from composer_replication.group.checkpoint import theta_of
+from composer_replication.group.checkpoint import checksums, theta_of
 from composer_replication.group.continuation import Continuation
 from composer_replication.group.global_weights import Generators, GlobalWeights
 from composer_replication.group.host import GroupKeywords, Host, check_optimizer
@@ -152,10 +151,10 @@ class ReplicaGroup:
         if self.diloco is not None:
             self.leave()
             self._keep()
-            self.continuation.left = None
+            self.continuation.left = {}
             self._drop()
             log.info("Continuing from the state of the fit that failed")
-        if self._given is not None and self.continuation.ended is not None:
+        if self._given is not None and self.continuation.ended:
             raise ValueError(
                 "manager= can be used for one fit only, since it leaves the other groups after it: "
                 "give the next fit a new DiLoCoCallback with a new manager"
@@ -206,8 +205,8 @@ class ReplicaGroup:
             self._membership = Membership(options, self._run, synced, world_size())
             self._joined.callback(self._membership.leave)
         backend = backend_for(next(host.model.parameters()).device, options.backend)
-        manager: Any = self._given or connect(replace(options, backend=backend))
-        manager = as_diloco_manager(manager)
+        given = self._given or connect(replace(options, backend=backend))
+        manager: Any = as_diloco_manager(given)
         self.manager = manager
         self._joined.callback(manager.shutdown)
         if isinstance(manager, ReplicaManager):
@@ -225,7 +224,7 @@ class ReplicaGroup:
             options=options,
             start_refusal=refusal,
             ranks=dist.group.WORLD if world_size() > 1 else None,
-            also_synced=self.continuation.also_synced,
+            also_synced=self.continuation.layout.live,
         )
         self.data = group_data_of(
             host.loader,
@@ -310,15 +309,6 @@ class ReplicaGroup:
         self.diloco.forget_counted()
         if self.data is not None:
             self.data.after_batch()
-        self._check_launcher()
-        if not self._report("training") or not broadcast(self._reporter.folder.asks_to_stop):
-            return False
-        log.info(
-            "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
-        )
-        return True
-
-    def _check_launcher(self) -> None:
         # A rank that outlives its launcher would vote in the name of the group that is started
         # again.
         if os.getppid() != self._parent and world_size() > 1:
@@ -326,6 +316,12 @@ class ReplicaGroup:
                 "the launcher of this group's ranks has died, so this rank ends. Start the group "
                 "again: it takes over the other groups' state"
             )
+        if not self._report("training") or not broadcast(self._reporter.folder.asks_to_stop):
+            return False
+        log.info(
+            "Ending after outer step %d: the run's folder contains STOP", self.diloco.outer_step
+        )
+        return True
 
     @property
     def is_in_step(self) -> bool:
@@ -398,7 +394,7 @@ class ReplicaGroup:
         state = self.continuation.ended
         if self.diloco is not None:
             state = self._diloco_state(self.diloco)
-        if state is None or self.weights is None:
+        if not state or self.weights is None:
             return self.continuation.loaded
         local = self.host.averages.local(self.weights.local())
         return self.continuation.layout.pack(state, local, self.weights.saved)
@@ -419,7 +415,7 @@ class ReplicaGroup:
         with self.host.averages.out_of_the_model():
             if self.options.final_sync:
                 self.diloco.final_sync()
-            self.continuation.note_left()
+            self.continuation.left = checksums(self.continuation.layout.live)
         self._report("evaluating")
         self.result = self._reporter.result(self.diloco) | {"eval": self._metrics}
         if self.data is not None:
@@ -430,9 +426,8 @@ class ReplicaGroup:
         if self.result["failure"]:
             log.error("%s", self.result["failure"])
         log.info(
-            "Ended after %d outer steps: global parameters %.8s",
-            self.result["outer_steps"],
-            self.result["global_digest"],
+            "Ended after %(outer_steps)d outer steps: global parameters %(global_digest).8s",
+            self.result,
         )
 
     def _keep(self) -> None:
@@ -457,14 +452,14 @@ class ReplicaGroup:
 
     def leave_when_over(self, function: Callable[..., object]) -> None:
         """Leave when the call of a function that calls this has ended, if no event says so."""
-        ends = when_over(function, partial(self._leave_after_error, self.manager))
-        self._joined.callback(ends)
+        manager = self.manager
 
-    def _leave_after_error(self, manager: Any) -> None:
-        """Leave if the fit with this manager is over and has not left. Any thread may call it."""
-        with self._leaving:
-            if manager is not None and self.manager is manager:
-                self.fail()
+        def leave_after_error() -> None:  # on another thread, perhaps in the next fit
+            with self._leaving:
+                if self.manager is manager:
+                    self.fail()
+
+        self._joined.callback(when_over(function, leave_after_error))
 
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
