@@ -60,11 +60,8 @@ def newest_first(pattern: str) -> list[Path]:
         is_latest = path.is_symlink() and not path.is_dir()  # Composer's link to a file
         if not is_latest and not path.name.startswith(_TORN):
             found.append(path)
-    return sorted(found, key=_numbers_in, reverse=True)
-
-
-def _numbers_in(path: Path) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", path.name)]
+    found.sort(key=lambda path: [*map(int, re.findall(r"\d+", path.name))], reverse=True)
+    return found
 
 
 def problem_of(checkpoint: Path) -> str | None:

@@ -85,8 +85,8 @@ class History(Course):
         self.fruitless = 0
         self.contributed_at = 0.0
         self.continued_at = 0.0
-        self.troubles: deque[tuple[float, str]] = deque(maxlen=MAX_TROUBLES)
-        self.cosines: deque[float] = deque(maxlen=COSINES)
+        self.troubles = deque[tuple[float, str]](maxlen=MAX_TROUBLES)
+        self.cosines = deque[float](maxlen=COSINES)
         self._fragment_bytes: dict[int, int] = {}
         self._position = 0.0
         self._inner_s = 0.0
@@ -159,7 +159,7 @@ class History(Course):
         retries = int(metric("retries"))
         why = ""
         if lost:
-            is_finite = math.isfinite(metric("pseudo_gradient_norm", 0.0))
+            is_finite = math.isfinite(metric("pseudo_gradient_norm"))
             why = f"pseudo-gradient {'left out' if is_finite else 'not finite'}"
         if metric("healed"):
             why = "loaded the state of the others"
@@ -173,7 +173,7 @@ class History(Course):
             self.why_lost = why
         if texts:
             self.troubles.append((at, f"outer step {step}: {', '.join(texts)}"))
-        self._account(at, metric("sync_seconds", 0.0))
+        self._account(at, metric("sync_seconds"))
 
     def _add_gap(self, batch: int) -> None:
         """The group was away before this batch: the page draws no line from its loss before."""
@@ -219,20 +219,20 @@ class History(Course):
     @property
     def open_errors(self) -> list[Error]:
         """The errors since it has joined or synced last: after others it has trained on."""
-        since = max(self.continued_at, self.joined_at, self.newest.get("time", 0.0))
+        told = (event.get("time", 0.0) for event in (self.start, self.newest))
+        since = max(self.continued_at, *told)
         return [error for error in self.errors if error.time >= since]
-
-    @property
-    def joined_at(self) -> float:
-        """When it joined last; 0 if it never has."""
-        return self.start.get("time", 0.0)
 
     @property
     def num_starts(self) -> int:
         """Processes in which it has joined, since the run was begun or continued."""
-        since = self.continued_at
-        starts = (start for start in self.starts if start.get("time", 0.0) >= since)
-        return len({start.get("started") for start in starts})
+        return len(
+            {
+                start.get("started")
+                for start in self.starts
+                if start.get("time", 0.0) >= self.continued_at
+            }
+        )
 
     @property
     def start(self) -> Mapping[str, Any]:

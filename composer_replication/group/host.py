@@ -97,10 +97,11 @@ class Host:
         By default the batch has tensors, with names or without, with a row for each sample.
         """
         named = batch if isinstance(batch, Mapping) else dict(enumerate(tree_leaves(batch)))
-        tensors: dict[str, Tensor] = {}
-        for name, each in named.items():
-            if isinstance(each, Tensor) and each.ndim:
-                tensors[str(name)] = each
+        tensors = {
+            str(name): each
+            for name, each in named.items()
+            if isinstance(each, Tensor) and each.ndim
+        }
         return _count_samples(tensors) if what == "samples" else _count_tokens(tensors)
 
     def size_of_all(self, batch: Any, what: str) -> int:
@@ -202,16 +203,11 @@ def _count_samples(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _count_tokens(tensors: Mapping[str, Tensor]) -> int:
-    usual = ("attention_mask", "input_ids")
-    names = [name for name in usual if name in tensors]
-    masks: list[int] = []
-    ids: list[int] = []
+    usual = [name for name in ("attention_mask", "input_ids") if name in tensors]
     # Others have several inputs: anchor_attention_mask, completion_mask, anchor_input_ids.
-    for name in names or tensors:
-        if name.endswith("_mask"):
-            masks.append(int(tensors[name].sum()))
-        elif name.endswith("_ids"):
-            ids.append(tensors[name].numel())
+    names = usual or [*tensors]
+    masks = [int(tensors[name].sum()) for name in names if name.endswith("_mask")]
+    ids = [tensors[name].numel() for name in names if name.endswith("_ids")]
     return sum(masks or ids)
 
 
