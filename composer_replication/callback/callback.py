@@ -62,11 +62,10 @@ class DiLoCoCallback(ShowsGroup, Callback):
         self._group = ReplicaGroup(self._job, named, "DiLoCoCallback", manager)
         self._job.averages.group = self._group
         self._is_loading = False
-        handlers = type(self)  # a subclass may have more than this class
         self._unhandled = {
             event
-            for event in Event
-            if getattr(handlers, event.value) is getattr(Callback, event.value)
+            for event in Event  # a subclass may handle more than this class
+            if getattr(type(self), event.value) is getattr(Callback, event.value)
         }
         name_the_node()
 

@@ -75,7 +75,7 @@ def check_load_path() -> None:
             )
 
 
-def skip_torn(state: State, hold: Callable[[], None]) -> str | None:
+def skip_torn(state: State, hold: Callable[[], None]) -> str:
     """Have each saver's ``latest``, from which Composer resumes, name a whole checkpoint.
 
     Composer writes a checkpoint, removes ``latest`` and makes it anew, and a group may be killed in
@@ -88,9 +88,9 @@ def skip_torn(state: State, hold: Callable[[], None]) -> str | None:
             process saves there: then they are left as they are, and the fit raises it too.
 
     Returns:
-        Why there is no whole checkpoint; None if there is one, or nothing at all.
+        Why there is no whole checkpoint; empty if there is one, or nothing at all.
     """
-    problem = None
+    problem = ""
     for saver in savers_of(state):
         if saver.latest_filename is None or saver.remote_uploader is not None:
             continue  # an upload is whole, or it is not there
@@ -111,11 +111,11 @@ def skip_torn(state: State, hold: Callable[[], None]) -> str | None:
     return problem
 
 
-def _repair(latest: Path, torn: Mapping[Path, str], whole: Path | None) -> str | None:
+def _repair(latest: Path, torn: Mapping[Path, str], whole: Path | None) -> str:
     """Set torn checkpoints aside, and have ``latest`` name the whole one, or nothing.
 
     Returns:
-        Why nothing is whole; None if something is.
+        Why nothing is whole; empty if something is.
     """
     said = set_aside(torn, whole) if torn else f"{latest} did not name the newest whole checkpoint"
     if whole is None:
@@ -126,4 +126,4 @@ def _repair(latest: Path, torn: Mapping[Path, str], whole: Path | None) -> str |
     link.symlink_to(os.path.relpath(whole, latest.parent.resolve()))
     link.replace(latest)
     log.warning("%s. %s names %s", said, latest, whole.name)
-    return None
+    return ""

@@ -35,7 +35,7 @@ from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 
-SchedulerState = tuple[str, dict[str, Any] | None]
+SchedulerState = tuple[str, dict[str, Any]]
 """Class name and state of one of torch's schedulers."""
 
 
@@ -69,10 +69,6 @@ class ComposerJob(Host):
         """Prepare for a fit. Called in ``Trainer.fit``, before the group joins."""
         self.averages.before_join()
         self.losses = []
-        trainer = trainer_in_fit()
-        self._steps_by_epoch = (
-            trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
-        )
         self._has_warned = False
         self._is_new = self.steps == 0
         self._ends_by_epoch = self.epochs < math.inf
@@ -142,7 +138,7 @@ class ComposerJob(Host):
     def skip_torn(self) -> None:
         """Before Composer looks for its newest checkpoint: have it find one that is whole."""
         said = ask_on_rank_0(partial(skip_torn, self.state, self.group.hold_folders))
-        if said is not None:
+        if said:
             self.group.continuation.skip(said)
 
     # ---- what it shows ----------------------------------------------------------------------
@@ -196,7 +192,7 @@ class ComposerJob(Host):
 
     def load_state_dict(self, saved: dict[str, Any], is_in_step: bool) -> None:
         """Continue at the donor's position, so that both groups end at the same batch."""
-        self._adopt(saved["timestamp"])
+        self._adopt(**saved["timestamp"])
         has_schedules = self.load_schedules(*saved["schedules"])
         is_in_batch = saved["is_in_batch"] or is_in_step
         if is_in_batch:
@@ -212,24 +208,24 @@ class ComposerJob(Host):
                 samples=now.sample.value // batches,
                 tokens=now.token.value // batches,
             )
-            self._adopt(_counts(after))
+            self._adopt(**_counts(after))
         if self._is_new and not is_in_step and not self.state.timestamp.batch_in_epoch.value:
             self._load_epoch(saved)
         self.averages.load_state_dict(saved["ema"], is_in_batch, self.logger)
-        batch = self.state.timestamp.batch.value
-        log.info("Continuing at batch %d, like the other replica groups", batch)
+        log.info("Continuing at batch %d, like the other replica groups", self.steps)
 
     def schedules(self) -> tuple[list[SchedulerState], int]:
         """The schedulers' states, and for how many groups of parameters they are.
 
-        A state that is not plain numbers is None: a heal cannot send it. torch's schedulers count
-        their own steps. Composer's are functions of the timestamp, wrapped in a torch scheduler
-        whose count they do not read.
+        One whose state is not plain numbers is left out: a heal cannot send it. torch's schedulers
+        count their own steps. Composer's are functions of the timestamp, wrapped in a torch
+        scheduler whose count they do not read.
         """
         found = []
         for scheduler in self.state.schedulers:
             state = scheduler.state_dict()
-            found.append((type(scheduler).__name__, state if _is_plain(state) else None))
+            if state and _is_plain(state):
+                found.append((type(scheduler).__name__, state))
         return found, len(self.optimizer.param_groups)
 
     def load_schedules(self, sent: list[SchedulerState], its_groups: int) -> bool:
@@ -241,10 +237,10 @@ class ComposerJob(Host):
         schedulers = self.state.schedulers
         own_groups = len(self.optimizer.param_groups)
         own = [type(each).__name__ for each in schedulers]
-        theirs = [kind for kind, state in sent if state]
+        theirs = [kind for kind, _ in sent]
         if own == theirs and own_groups == its_groups:
             for scheduler, (_, state) in zip(schedulers, sent, strict=True):
-                continue_schedule(scheduler, self.optimizer, state or {})
+                continue_schedule(scheduler, self.optimizer, state)
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -262,7 +258,9 @@ class ComposerJob(Host):
     def _step_schedulers(self, ends_epoch: bool) -> None:
         """Step the schedulers, as Composer does before it counts a finished batch."""
         vars(self.optimizer)["_opt_called"] = True  # see ``continue_schedule``
-        if ends_epoch or not self._steps_by_epoch:
+        trainer = trainer_in_fit()
+        by_epoch = trainer is not None and trainer._scheduler_step_frequency == TimeUnit.EPOCH
+        if ends_epoch or not by_epoch:
             for scheduler in self.state.schedulers:
                 scheduler.step()
 
@@ -280,16 +278,14 @@ class ComposerJob(Host):
         """
         epoch = saved["epoch"] + saved["ends_epoch"]
         ends_at = saved["ends_at"]
-        self._adopt({"epoch": epoch})
+        self._adopt(epoch=epoch)
         if self._ends_by_epoch and ends_at is not None:
             self.state.max_duration = f"{ends_at}ba"
             log.info("Beginning in epoch %d, ending at batch %d with the others", epoch, ends_at)
 
-    def _adopt(self, counts: dict[str, int]) -> None:
-        """Set these counters of the timestamp."""
-        merged = self.state.timestamp.state_dict() | counts
-        self.state.timestamp = Timestamp()  # a new one, since savers keep references to the old
-        self.state.timestamp.load_state_dict(merged)
+    def _adopt(self, **counts: Any) -> None:
+        """Set these counters, in a new timestamp: savers keep references to the old one."""
+        self.state.timestamp = self.state.timestamp.copy(**counts)
 
 
 def _is_plain(state: dict[str, Any]) -> bool:
@@ -307,11 +303,11 @@ def _counts(timestamp: Timestamp) -> dict[str, int]:
     Its clocks are each group's own, and so is the position within the epoch: with another one,
     Composer would fetch every batch before it.
     """
-    counts = {}
-    for name, value in timestamp.state_dict().items():
-        if isinstance(value, int) and name != "epoch" and not name.endswith("_in_epoch"):
-            counts[name] = value
-    return counts
+    return {
+        name: value
+        for name, value in timestamp.state_dict().items()
+        if isinstance(value, int) and name != "epoch" and not name.endswith("_in_epoch")
+    }
 
 
 def short_bar_format(bar_format: str) -> str:

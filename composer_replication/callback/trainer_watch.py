@@ -82,10 +82,10 @@ def _watch_close(thread_id: int, closing: FrameType, status: int) -> None:
 
 
 def _is_in_barrier(top: FrameType, closing: FrameType) -> bool:
-    for frame, _ in walk_stack(top):
-        if frame.f_code is dist.barrier.__code__ and frame.f_back is closing:
-            return True
-    return False
+    return any(
+        frame.f_code is dist.barrier.__code__ and frame.f_back is closing
+        for frame, _ in walk_stack(top)
+    )
 
 
 def _end(status: int) -> None:

@@ -98,8 +98,7 @@ class WeightAverages(Averages):
 
     def after_join(self) -> None:
         """Put EMA's weights back that were in the model when the fit began."""
-        if self._was_active:
-            self._put_average(True)
+        self._put_average(self._was_active)
 
     @contextmanager
     def out_of_the_model(self) -> Iterator[None]:
@@ -109,8 +108,7 @@ class WeightAverages(Averages):
         try:
             yield
         finally:
-            if was_active:
-                self._put_average(True)
+            self._put_average(was_active)
 
     def _put_average(self, into_model: bool) -> None:
         """Have the model hold EMA's weights, or the local ones, if it does not yet."""
