@@ -88,7 +88,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
     ) -> Any:
         """``Trainer.train``, from the newest checkpoint that is whole."""
         if resume_from_checkpoint:
-            with rejections(self._group.options):
+            with rejections(self.options):
                 ask_on_rank_0(self._group.hold_folders)  # another group may be writing in it
                 resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
         try:
@@ -105,7 +105,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         self._job.trainer = trainer
         self._is_terminated = False
         self._job.watch()  # before a join, which is a sync
-        with rejections(self._group.options):
+        with rejections(self.options):
             check_parallelism(trainer)
             check_is_one(trainer.callback_handler.callbacks, DiLoCoTrainerCallback)
             self._group.ask_coordinator()
@@ -117,18 +117,15 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
             self._show_for_evaluation()
 
     def _load(self, folder: str | None) -> None:
-        problem = None
+        problem = ""
         if folder is not None and Path(folder, STATE).exists():
             try:
-                self._load_state(Path(folder, STATE))
+                saved = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True)
+                self._job.load_beside(saved.pop("beside", {}))
+                self._group.continuation.loaded = saved
             except Exception as error:  # torch raises errors of many classes
                 problem = f"{STATE} cannot be read ({error})"
         self._group.continuation.check_loaded(folder, problem)
-
-    def _load_state(self, path: Path) -> None:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        self._job.load_beside(saved.pop("beside", {}))
-        self._group.continuation.loaded = saved
 
     def _wrap_saves(self, trainer: Any) -> None:
         """Have this callback take part in the Trainer's saves."""

@@ -59,9 +59,7 @@ class LightningJob(Host):
     def __init__(self, counted_optimizer: int) -> None:
         self.losses = Losses()
         self.counted_optimizer = counted_optimizer
-        self.steps_of_batch = 1
         self.begun_at = 0
-        self._ends_at: int | None = None
 
     def begin(self) -> None:
         """Begin a fit, once its optimizers and loaders are there."""
@@ -238,7 +236,7 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._job.trainer = trainer
         if stage == "fit":
-            with rejections(self._group.options):
+            with rejections(self.options):
                 check_can_join(trainer)
             # Before all others, which save and export what this one syncs.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda each: each is not self)
@@ -248,7 +246,7 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._job.begin()
-        with rejections(self._group.options):
+        with rejections(self.options):
             self._group.ask_coordinator()
             path = trainer.ckpt_path
             if path is not None:
