@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
 import torchft.local_sgd
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.utils.hooks import RemovableHandle
 from torchft.manager import Manager
 
 from composer_replication.diloco.averaging.quantized_mean import check_can_quantize
@@ -26,12 +26,12 @@ from composer_replication.diloco.fragments import (
 from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.hang_watch import HANG_TIMEOUT_S, HangWatch
 from composer_replication.diloco.joining import join
-from composer_replication.diloco.outer_loop import OuterLoop
+from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.outer_optimizer import OuterOptimizer, describe
 from composer_replication.diloco.peer_table import DivergenceError
 from composer_replication.diloco.retry import SyncError
 from composer_replication.diloco.sample_ledger import Ledger, check_keeps_all_steps
-from composer_replication.diloco.saved_state import load_in_flight, load_saved_state, saved_state
+from composer_replication.diloco.saved_state import load_saved_state, saved_state
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.diloco.torchft_api import DiLoCoManager
 from composer_replication.diloco.wrapped import own_model, own_optimizers
@@ -143,7 +143,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         # Without ``super().__init__``: what torchft's would build, the outer loop has.
         self._manager = cast(Manager, manager)
         self._local_optimizer = self._inner_optimizers[0]
-        self._hooks: list[RemovableHandle] = []
+        self._registered = ExitStack()
         self._watched = WatchedModel(model_fragments, fragments)
         fingerprint = settings.fingerprint() | {
             "outer_optimizer": describe(owned[0].optimizer),
@@ -223,9 +223,9 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         has_trained = self._backwards > 0 and not self.settings.fragment_update_alpha
         if self._others_have_stepped or (self.inner_steps and not has_trained):
             return
-        unmoved = (each.globals for each in self._outer.fragments if not each.unsynced.inner_steps)
-        if any(globals_.has_moved() for globals_ in unmoved):
-            raise self._uncounted()
+        for each in self._outer.fragments:
+            if not each.unsynced.inner_steps and each.globals.has_moved():
+                raise self._uncounted()
 
     def _uncounted(self) -> ValueError:
         return ValueError(
@@ -249,26 +249,24 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         finally:
             self._state.forget_staged()  # does nothing if a heal has used it
         first, *others = self._inner_optimizers
-        self._hooks.append(first.register_step_pre_hook(self._step_pre_hook))
-        self._hooks.append(first.register_step_post_hook(self._step_post_hook))
+        register = self._registered.enter_context
+        register(first.register_step_pre_hook(self._step_pre_hook))
+        register(first.register_step_post_hook(self._step_post_hook))
         for other in others:
-            self._hooks.append(other.register_step_post_hook(self._note_other_step))
+            register(other.register_step_post_hook(self._note_other_step))
         trained: list[Tensor] = []
         for fragment in self._outer.fragments:
             averaged = fragment.globals.averaged.values()
             trained += [tensor for tensor in averaged if tensor.requires_grad]
         if trained:
-            hook = trained[-1].register_post_accumulate_grad_hook(self._note_backward)
-            self._hooks.append(hook)
+            register(trained[-1].register_post_accumulate_grad_hook(self._note_backward))
         return self
 
     def __exit__(self, *raised: Any) -> Any:
         """Stop counting inner steps, and the watch for a hang."""
         del raised
         self.hang_watch.stop()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._registered.close()
         return False
 
     def sync_idle(self) -> None:
@@ -349,7 +347,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         If all groups announce it, their last sync ends the run. Otherwise they need one more sync
         to find out that no group has anything to send.
         """
-        self._outer.ends_with_next_step = True
+        self._outer.role = Role.ENDS
 
     def read_from(self, stream: int) -> None:
         """Begin a sample stream: the samples of the next inner steps come from its start.
@@ -430,8 +428,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             copies: Whether to copy the tensors. Without copies, write the state before the next
                 inner step; that saves host memory of twice the model's size.
         """
-        since_sync = self._outer.steps_before_sync - self._outer.steps_left
-        return saved_state(self._outer, copies=copies) | {"local_step": since_sync}
+        return saved_state(self._outer, copies=copies)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. The model's parameters are loaded elsewhere.
@@ -444,11 +441,3 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 outer optimizer.
         """
         load_saved_state(state_dict, self._outer)
-        steps_left = self._outer.steps_before_sync - state_dict["local_step"]
-        # Under other settings than the checkpoint's, the schedule may not be between a sync's
-        # quorum and its vote: the pseudo-gradient is then computed again.
-        delay = self.settings.fragment_sync_delay
-        is_due = 0 < steps_left <= delay
-        if not load_in_flight(state_dict["in_flight"] if is_due else None, self._outer):
-            steps_left = max(steps_left, delay + 1)
-        self._outer.steps_left = steps_left

@@ -165,13 +165,11 @@ class FragmentSync:
         self.mean.abandon()
 
     def end(self) -> None:
-        """End the sync in flight: what was sent is accounted for, or others have gone on."""
-        self.phase = Phase.IDLE
+        """End the sync in flight: what was sent is accounted for, or others have gone on.
 
-    def restore(self, packed: Packed | None) -> None:
-        """Send this in the next sync, instead of what has been trained since; None: that."""
-        self.unsent = packed
-        self.phase = Phase.IDLE if packed is None else Phase.RESTORED
+        If there is something ``unsent``, the next sync sends that, and not what was trained since.
+        """
+        self.phase = Phase.IDLE if self.unsent is None else Phase.RESTORED
 
     def pack(self, *, is_joining: bool) -> None:
         """Compute the pseudo-gradient. A joiner's is zero, with no weight."""
@@ -361,3 +359,4 @@ class FragmentSync:
     def _drop_steps(self) -> None:
         self.unsynced = Steps()
         self.unsent = None
+        self.end()

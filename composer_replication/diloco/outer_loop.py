@@ -58,7 +58,6 @@ class OuterLoop:
         inner_steps: Inner steps of this group since the run began.
         steps_left: Inner steps until the next outer step.
         reports: The reports that ``DiLoCo.pop_finished_syncs`` has not returned yet.
-        ends_with_next_step: Whether the next inner step is the last one.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class OuterLoop:
         self.inner_steps = 0
         self.steps_left = self.steps_before_sync
         self.reports: list[SyncReport] = []
-        self.ends_with_next_step = False
         try:
             manager.register_state_dict_fn(HEAL_STATE, self._heal, self._state_for_joiner)
         except (AssertionError, ValueError) as error:  # torchft's, and the simulation's
@@ -112,7 +110,6 @@ class OuterLoop:
         self.inner_steps += 1
         self.steps_left -= 1
         self._steps_since_sync += 1
-        self.role = Role.ENDS if self.ends_with_next_step else Role.TRAINS
         rate = learning_rate(*self._inner_optimizers)
         for fragment in self.fragments:
             fragment.unsynced.count(samples, rate)
@@ -220,7 +217,6 @@ class OuterLoop:
         if self.result.are_all_joining:
             # Nobody has sent anything. What this group's checkpoint had in flight is still to be
             # sent, unless the group has taken over the state of another one: it has dropped it.
-            fragment.restore(fragment.unsent)
             self.clock.read()
         else:
             self._account(fragment, retries.count)
@@ -373,7 +369,6 @@ class OuterLoop:
         log.info("Took over the global state after outer step %d", self.state.outer_step)
         if self.in_flight is not None:  # the others have committed it without this group
             self.in_flight.abandon()
-            self.in_flight.end()
         self._forget_local(self.fragments)
         self._has_unfinished_heal = True
 
@@ -406,7 +401,6 @@ class OuterLoop:
             if is_alone and not any(fragment.unsynced.inner_steps for fragment in self.fragments):
                 break
             self.sync(Role.ENDS)
-        self.ends_with_next_step = False
         self.steps_left = self.steps_before_sync
         for fragment in self.fragments:
             fragment.forget_local()

@@ -40,6 +40,7 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         "round_length": loop.round_length.state_dict(),
         "usual_pace": loop.usual_pace.state_dict(),
         "residual": residual,
+        "local_step": loop.steps_before_sync - loop.steps_left,
     }
     if copies and not state.fragments[0].is_shared:  # what was gathered is a copy
         return tree_map_only(Tensor, Tensor.clone, saved)
@@ -47,7 +48,10 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
 
 
 def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
-    """Load what ``saved_state`` returned, except the sync in flight, which depends on the schedule.
+    """Load what ``saved_state`` returned: a sync in flight is sent again in the next quorum.
+
+    Under other settings than the checkpoint's, the schedule may not be between a sync's quorum and
+    its vote: the pseudo-gradient is then computed again.
 
     Raises:
         SettingsMismatch: It was saved for another model, other fragments or another kind of outer
@@ -62,11 +66,27 @@ def load_saved_state(saved: dict[str, Any], loop: OuterLoop) -> None:
     pairs = zip(loop.fragments, saved["since_sync"], strict=True)
     for fragment, counted in pairs:
         fragment.unsynced = Steps(*counted)
+        fragment.unsent = None
+        fragment.end()
         if residual:
             names = fragment.globals.theta
             parts = [residual[name].reshape(-1) for name in names]
             fragment.mean.load_residual(parts)
     state.ledger.load_local_state(saved["reading"])
+    steps_left = loop.steps_before_sync - saved["local_step"]
+    delay = state.settings.fragment_sync_delay
+    in_flight = saved["in_flight"]
+    if in_flight is not None and 0 < steps_left <= delay:
+        packed = dict(in_flight)
+        fragment = loop.fragments[packed.pop("fragment")]
+        local = packed["local"]
+        packed["local"] = [local[name] for name in fragment.globals.tensors]
+        fragment.unsent = Packed(**packed)
+        fragment.end()
+    else:
+        steps_left = max(steps_left, delay + 1)
+    loop.steps_left = steps_left
+    loop.set_torchft_step()
 
 
 def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
@@ -84,25 +104,3 @@ def _in_flight(fragment: FragmentSync | None) -> dict[str, Any] | None:
     names = fragment.globals.tensors
     local = dict(zip(names, packed.local, strict=True))
     return {**vars(packed), "fragment": fragment.fragment_id, "local": local}
-
-
-def load_in_flight(saved: dict[str, Any] | None, loop: OuterLoop) -> bool:
-    """Continue with the sync in flight of a checkpoint: it is sent again in the next quorum.
-
-    Args:
-        saved: What ``saved_state`` has as ``in_flight``.
-        loop: The outer loop of this group.
-
-    Returns:
-        Whether there is one.
-    """
-    if loop.in_flight is not None:
-        loop.in_flight.end()
-    if saved is not None:
-        packed = dict(saved)
-        fragment = loop.fragments[packed.pop("fragment")]
-        local = saved["local"]
-        packed["local"] = [local[name] for name in fragment.globals.tensors]
-        fragment.restore(Packed(**packed))
-    loop.set_torchft_step()
-    return saved is not None

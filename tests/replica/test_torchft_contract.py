@@ -37,7 +37,7 @@ from composer_replication.simulation.simulation import simulate
 PACKAGE = Path(__file__).parents[2] / "composer_replication"
 
 PRIVATE_NAMES = {
-    "torchft.local_sgd.DiLoCo": "_manager _local_optimizer _hooks _step_pre_hook _step_post_hook",
+    "torchft.local_sgd.DiLoCo": "_manager _local_optimizer _step_pre_hook _step_post_hook",
     "torchft.process_group.ProcessGroupGloo": "_pg _rendezvous_store _create_pg _timeout",
     "torchft.manager.Manager": "_use_async_quorum _min_replica_size _pg _checkpoint_transport "
     "_client _commit_failures _connect_timeout _executor _group_rank _group_world_size _init_sync "
