@@ -180,10 +180,10 @@ class GlobalParameters:
             part = sums[chunk.place]
             theta = self._lent(self.flat, chunk.place)
             first = chunk.indices[0]
-            if first in self.averaged_buffers:
-                theta.sub_(part.div_(mean.divisor))
-            elif not decay:
-                take_sgd_step(group, divisor, theta, part)
+            is_buffer = first in self.averaged_buffers
+            if is_buffer or not decay:
+                rate = 1.0 if is_buffer else float(group["lr"])
+                theta.sub_(part.div_(divisor), alpha=rate)
             else:
                 momentum = self._lent(self.momentum, chunk.place)
                 take_sgd_step(group, divisor, theta, part, momentum)
@@ -414,36 +414,34 @@ class GlobalParameters:
         views = map(Tensor.view, parts, self.shapes)
         return [*views]
 
-    def whole(
-        self,
-        name: str,
-        part: Tensor | None = None,
-    ) -> Tensor:
-        """Return all of a global tensor. If ranks share it, this gathers it: a collective.
-
-        Args:
-            name: The name of the parameter or buffer.
-            part: This rank's part of another tensor of that shape, to gather instead.
-        """
+    def whole(self, name: str) -> Tensor:
+        """Return all of a global parameter or buffer. If ranks share it, this is a collective."""
         if name in self.copied.values:
             return self.copied.values[name]
-        own = self.theta[name].detach() if part is None else part
+        index = [*self.theta].index(name)
+        return self.gathered(index, self.theta[name].detach())
+
+    def gathered(
+        self,
+        index: int,
+        part: Tensor,
+    ) -> Tensor:
+        """All of a tensor like the global one of this index, given what this rank has of it.
+
+        If ranks share it, this is a collective.
+        """
         if not self.is_shared:
-            return own
-        index = self._index(name)
-        whole = self.theta_division.whole(index, own)
+            return part
+        whole = self.theta_division.whole(index, part)
         return whole.view(self.shapes[index])
 
     def part_of(
         self,
-        name: str,
+        index: int,
         whole: Tensor,
     ) -> Tensor:
-        """This rank's part of a tensor of the shape of a global one, 1-D."""
-        return self.theta_division.part_of(self._index(name), whole)
-
-    def _index(self, name: str) -> int:
-        return [*self.theta].index(name)
+        """What this rank has of such a tensor: its part, 1-D, if ranks share it, else all."""
+        return self.theta_division.part_of(index, whole) if self.is_shared else whole
 
     def not_finite(
         self,

@@ -203,10 +203,8 @@ class GlobalState:
     def whole_state_dict(self) -> dict[str, Any]:
         """``state_dict`` of all ranks. With shares it is a collective of them."""
         state = self.state_dict()
-        if not self.fragments[0].is_shared:
-            return state
         pairs = zip(self.fragments, state["fragments"], strict=True)
-        whole = [_each_tensor(fragment, own, fragment.whole) for fragment, own in pairs]
+        whole = [_each_tensor(fragment, own, fragment.gathered) for fragment, own in pairs]
         return state | {"fragments": whole}
 
     @contextmanager
@@ -303,9 +301,7 @@ class GlobalState:
             pairs = zip(self.fragments, state_dict["fragments"], strict=True)
             fragments = []
             for fragment, whole in pairs:
-                own = {**whole}
-                if fragment.is_shared:
-                    own = _each_tensor(fragment, whole, fragment.part_of)
+                own = _each_tensor(fragment, whole, fragment.part_of)
                 if has_other_outer:  # keeps its own learning rate, momentum, ...
                     numbers = own["optimizer"]["state"]
                     own["optimizer"] = fragment.optimizer.state_dict() | {"state": numbers}
@@ -328,7 +324,13 @@ class GlobalState:
             strict=True,
         )
         for fragment, saved, numbers in parts:
-            load_outer_state(fragment, saved, numbers)
+            if numbers is None:
+                _copy(saved, fragment, fragment.theta.values(), fragment.momenta)
+            else:  # the fragment continues in this memory
+                fragment.move_to(*numbers)
+            for name, value in fragment.copied.values.items():
+                value.copy_(saved["theta"][name])
+            fragment.load_optimizer(saved["optimizer"])
         self.outer_step = state_dict["outer_step"]
         self.ledger.load_rows(state_dict["ledger"])
 
@@ -344,7 +346,6 @@ def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Number
     Raises:
         ValueError: A tensor is missing or has another shape or dtype.
     """
-    _check(state, globals_.tensors)
     if globals_.flat.device.type != "cpu":
         return None
     is_pinned = globals_.flat.is_pinned()
@@ -359,39 +360,6 @@ def copy_numbers(globals_: GlobalParameters, state: Mapping[str, Any]) -> Number
     return flat, momentum
 
 
-def load_outer_state(
-    globals_: GlobalParameters,
-    state: Mapping[str, Any],
-    copied: Numbers = None,
-) -> None:
-    """Take over what ``GlobalState.state_dict`` had of a fragment, here or in another group.
-
-    The fragment continues with these parameters and this outer momentum.
-
-    Args:
-        globals_: The global parameters of the same fragment.
-        state: What it had.
-        copied: What ``copy_numbers`` has made of it: the fragment continues in this memory. None:
-            they are copied into the fragment's own.
-
-    Raises:
-        ValueError: A tensor is missing or has another shape or dtype; nothing has changed then.
-    """
-    _check(state, globals_.tensors)
-    if copied is None:
-        _copy(
-            state,
-            globals_,
-            globals_.theta.values(),
-            globals_.momenta,
-        )
-    else:
-        globals_.move_to(*copied)
-    for name, value in globals_.copied.values.items():
-        value.copy_(state["theta"][name])
-    globals_.load_optimizer(state["optimizer"])
-
-
 @torch.no_grad()
 def _copy(
     state: Mapping[str, Any],
@@ -399,6 +367,7 @@ def _copy(
     theta: Iterable[Tensor],
     momenta: Sequence[Tensor],
 ) -> None:
+    _check(state, globals_.tensors)
     for name, own in zip(globals_.theta, theta, strict=True):
         own.copy_(state["theta"][name])
     saved = state["optimizer"]["state"]
@@ -413,16 +382,17 @@ def _copy(
 def _each_tensor(
     globals_: GlobalParameters,
     state: dict[str, Any],
-    change: Callable[[str, Tensor], Tensor],
+    change: Callable[[int, Tensor], Tensor],
 ) -> dict[str, Any]:
     """Gather each tensor that the ranks share, or take this rank's part of each."""
-    names = list(globals_.theta)
-    theta = {name: change(name, state["theta"][name]) for name in names}
+    theta = {**state["theta"]}
+    for index, name in enumerate(globals_.theta):
+        theta[name] = change(index, theta[name])
     changed = {}
     for index, own in state["optimizer"]["state"].items():
-        changed[index] = tree_map_only(Tensor, functools.partial(change, names[index]), own)
+        changed[index] = tree_map_only(Tensor, functools.partial(change, index), own)
     optimizer = state["optimizer"] | {"state": changed}
-    return {"theta": state["theta"] | theta, "optimizer": optimizer}
+    return {"theta": theta, "optimizer": optimizer}
 
 
 def _check(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:

@@ -91,9 +91,9 @@ def take_sgd_step(
     divisor: Tensor,
     theta: Tensor,
     sums: Tensor,
-    momentum: Tensor | None = None,
+    momentum: Tensor,
 ) -> None:
-    """Take an outer step of ``torch.optim.SGD`` in a chunk of the global parameters.
+    """Take an outer step of ``torch.optim.SGD`` with momentum in a chunk of global parameters.
 
     It does to each element what torch does, in the same order, so the bits are the same, which a
     test checks. ``SGD.step`` goes over the whole tensor for each operation and allocates another
@@ -106,12 +106,12 @@ def take_sgd_step(
         divisor: The sums divided by it are the mean pseudo-gradient. 0-D, where all of it is.
         theta: fp32, 1-D.
         sums: The sum of weighted pseudo-gradients, fp32, 1-D. It is overwritten.
-        momentum: fp32, 1-D, zeros before the first step; None if the optimizer has none.
+        momentum: fp32, 1-D, zeros before the first step.
     """
     lr = float(group["lr"])
     decay = float(group["momentum"])
-    fused = 0 if momentum is None else sums.numel() // LANES * LANES
-    if momentum is not None and fused:
+    fused = sums.numel() // LANES * LANES
+    if fused:
         # torch.optim.SGD(fused=True) calls this too, but its overhead takes six times as long.
         torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
             [theta[:fused]],
@@ -129,7 +129,6 @@ def take_sgd_step(
     if fused == sums.numel():
         return
     move = sums[fused:].div_(divisor)
-    if momentum is not None:
-        momentum = momentum[fused:].mul_(decay).add_(move)
-        move = move.add_(momentum, alpha=decay) if group["nesterov"] else momentum
+    momentum = momentum[fused:].mul_(decay).add_(move)
+    move = move.add_(momentum, alpha=decay) if group["nesterov"] else momentum
     theta[fused:].add_(move, alpha=-lr)

@@ -127,14 +127,15 @@ class StockManager(TellsNothing):
         stock: torchft's Manager. What this class does not have is the stock manager's.
     """
 
+    num_replicas = None
+    members = ()
+    gathers = False
+    fault = None
+
     def __init__(self, stock: Any) -> None:
         self.stock = stock
-        self.num_replicas = None
         self.settings: dict[str, Any] = {}
         self.asks_to_gather = False
-        self.members = ()
-        self.gathers = False
-        self.fault = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)

@@ -62,6 +62,10 @@ class WireFormat(ABC):
         parts = encoded.split(sizes, dim=-1)
         return [*map(Tensor.view, parts, self._dtypes)]
 
+    def _blocks(self, values: Tensor) -> Tensor:
+        """A view of values, or of rows of them, in which a row has one scale."""
+        return values.unflatten(-1, (-1, SIZES[self.name].block))
+
 
 class BFloat16(WireFormat):
     """bfloat16: the upper half of fp32, rounded to the nearest."""
@@ -87,7 +91,6 @@ class Int8(WireFormat):
     """Integers from -127 to 127, with an fp32 scale for every 256 of them."""
 
     name = "int8"
-    _block = SIZES["int8"].block
     _dtypes = (torch.uint8, torch.float32, torch.int8)
 
     def encode(
@@ -96,7 +99,7 @@ class Int8(WireFormat):
         into: Tensor,
     ) -> None:
         _, scales, codes = self._split(into, values.numel())
-        blocks = values.view(-1, self._block)
+        blocks = self._blocks(values)
         largest = blocks.abs().amax(1)
         most = on(values.device, 127.0)
         torch.div(largest, most, out=scales)
@@ -112,7 +115,7 @@ class Int8(WireFormat):
     ) -> None:
         _, scales, codes = self._split(encoded, into.shape[-1])
         into.copy_(codes)
-        blocks = into.unflatten(-1, (-1, self._block))
+        blocks = self._blocks(into)
         blocks.mul_(scales.unsqueeze(-1))
 
 
@@ -127,7 +130,6 @@ class Fp4(WireFormat):
     """
 
     name = "fp4"
-    _block = SIZES["fp4"].block
     _dtypes = (torch.int32, torch.uint8, torch.int8)
     _largest = 7.0
     _scale_shift = 20  # of fp32's 23 bits of mantissa, 3 are kept
@@ -138,7 +140,7 @@ class Fp4(WireFormat):
         into: Tensor,
     ) -> None:
         head, scales, codes = self._split(into, values.numel())
-        blocks = values.view(-1, self._block)
+        blocks = self._blocks(values)
         largest = blocks.abs().amax(1)
         largest.clamp_(min=SMALLEST)
         # Each block's scale: its largest magnitude, rounded up.
@@ -181,7 +183,7 @@ class Fp4(WireFormat):
         halves.bitwise_right_shift_(4)
         both = into.unflatten(-1, (2, -1))
         both.copy_(halves)
-        blocks = into.unflatten(-1, (-1, self._block))
+        blocks = self._blocks(into)
         blocks.mul_(factors.unsqueeze(-1))
 
 
