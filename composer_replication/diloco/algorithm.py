@@ -18,6 +18,7 @@ from composer_replication.diloco.averaging.quantized_mean import check_can_quant
 from composer_replication.diloco.construction import give_settings, log_sizes, own_fragments
 from composer_replication.diloco.division import held_tensor
 from composer_replication.diloco.fragments import (
+    ModelFragments,
     WatchedModel,
     check_trained_by,
     model_fingerprint,
@@ -111,7 +112,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
     def __init__(
         self,
         manager: DiLoCoManager,
-        model_fragments: nn.Module | Sequence[nn.Module],
+        model_fragments: ModelFragments,
         inner_optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         outer_optimizer: OuterOptimizer | None = None,
         *,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from composer_replication import __version__
 from composer_replication.diloco.division import Division, connect_hosts, count_shards
-from composer_replication.diloco.fragments import described_tensors
+from composer_replication.diloco.fragments import Fragments, described_tensors
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
 from composer_replication.diloco.peer_rows import ROW
@@ -49,7 +48,7 @@ def check_outer_settings(named: Iterable[str], settings: DiLoCoSettings) -> None
 
 
 def own_fragments(
-    fragments: Sequence[Mapping[str, Tensor]],
+    fragments: Fragments,
     outer_optimizer: OuterOptimizer | None,
     settings: DiLoCoSettings,
     backup_device: torch.device | str | None,
@@ -58,7 +57,7 @@ def own_fragments(
     """Make the global parameters of each fragment.
 
     Args:
-        fragments: The synchronised tensors by name, of each fragment.
+        fragments: What is synchronised.
         outer_optimizer: As for ``DiLoCo``, as the next two.
         settings: The run's settings.
         backup_device: Where global parameters and outer momentum rest between syncs.
@@ -97,14 +96,14 @@ The lighthouse sends those of all joiners in one message, of 4 MiB at most."""
 
 def give_settings(
     manager: DiLoCoManager,
-    fragments: Sequence[Mapping[str, Tensor]],
+    fragments: Fragments,
     fingerprint: Mapping[str, Any],
 ) -> None:
     """Give the manager what has to be equal in all groups, before it connects to them.
 
     Args:
         manager: Of this group.
-        fragments: The synchronised tensors by name, of each fragment.
+        fragments: What is synchronised.
         fingerprint: The run's settings and the model.
     """
     tensors = [tensor for fragment in fragments for tensor in fragment.values()]
@@ -127,14 +126,14 @@ def give_settings(
         manager.settings[TENSORS] = described
 
 
-def log_sizes(fragments: Sequence[Mapping[str, Tensor]]) -> None:
+def log_sizes(fragments: Fragments) -> None:
     """Log the largest fragment's share, and warn if it is too large.
 
     The largest fragment's sync takes the longest, and determines the rate that a link needs.
 
     Args:
-        fragments: The tensors of each fragment by name. All of them have equally many bytes an
-            element in a message.
+        fragments: What is synchronised. All tensors have equally many bytes an element in a
+            message.
     """
     sizes = [sum(tensor.numel() for tensor in fragment.values()) for fragment in fragments]
     count = len(sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,7 +16,7 @@ from composer_replication.diloco.averaging.quantized_mean import make_mean
 from composer_replication.diloco.flat_chunks import copies_of
 from composer_replication.diloco.fragments import listed
 from composer_replication.diloco.global_state import GlobalState
-from composer_replication.diloco.outer_health import GroupMetrics, UsualPace
+from composer_replication.diloco.outer_health import GroupMetrics, GroupsMetrics, UsualPace
 from composer_replication.diloco.peer_rows import PeerRow
 from composer_replication.diloco.peer_table import PeerTable, TableResult
 from composer_replication.diloco.torchft_api import DiLoCoManager
@@ -240,13 +240,13 @@ class FragmentSync:
     def _pace(self) -> float:
         return self.mean.moved_each / max(1, self.packed.inner_steps)
 
-    def _leave_out(self, sound: Mapping[int, GroupMetrics]) -> set[int]:
+    def _leave_out(self, sound: GroupsMetrics) -> set[int]:
         """Gather what the groups have sent, and sum it without those that are not sound.
 
         It is a collective of the group's ranks, each of which has seen a part of the messages.
 
         Args:
-            sound: The metrics of the groups whose rows are valid, by rank in the quorum.
+            sound: The metrics of the groups whose rows are valid.
 
         Returns:
             The ranks left out.

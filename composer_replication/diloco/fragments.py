@@ -18,12 +18,18 @@ from torch.nn.parameter import is_lazy
 
 from composer_replication.settings import DiLoCoSettings
 
+ModelFragments = nn.Module | Sequence[nn.Module]
+"""The model, or a sequence of modules with one per fragment."""
+
 Parameters = dict[str, nn.Parameter]
 """A fragment: its trainable parameters by name, in the model's order."""
 
+Fragments = Sequence[Mapping[str, Tensor]]
+"""What is synchronised: each fragment's tensors by name."""
+
 
 def split_model(
-    model_fragments: nn.Module | Sequence[nn.Module],
+    model_fragments: ModelFragments,
     num_fragments: int = 1,
     fragment_patterns: Sequence[str | Sequence[str]] | None = None,
     also_synced: Collection[str] = (),
@@ -69,14 +75,14 @@ def split_model(
     return _by_modules(parameters, model_fragments)
 
 
-def whole_model(model_fragments: nn.Module | Sequence[nn.Module]) -> nn.Module:
+def whole_model(model_fragments: ModelFragments) -> nn.Module:
     """The model as one module, in which those of a sequence have their index as their name."""
     is_one = isinstance(model_fragments, nn.Module)
     return model_fragments if is_one else nn.ModuleList(model_fragments)
 
 
 def synced_tensors(
-    model: nn.Module | Sequence[nn.Module],
+    model: ModelFragments,
     settings: DiLoCoSettings,
     also_synced: Collection[str] = (),
 ) -> list[dict[str, Tensor]]:
@@ -116,14 +122,14 @@ def plain_name(name: str) -> str:
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
-def model_fingerprint(tensors: Iterable[Mapping[str, Tensor]]) -> str:
+def model_fingerprint(fragments: Fragments) -> str:
     """Return the SHA-256 over the sorted names, shapes and dtypes of all synchronised tensors."""
-    rows = sorted(f"{name} {text}" for name, text in described_tensors(tensors).items())
+    rows = sorted(f"{name} {text}" for name, text in described_tensors(fragments).items())
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
     return f"{len(rows)} tensors, sha256 {digest}"
 
 
-def described_tensors(fragments: Iterable[Mapping[str, Tensor]]) -> dict[str, str]:
+def described_tensors(fragments: Fragments) -> dict[str, str]:
     """Return the shape and the dtype of all synchronised tensors, by name."""
     described = {}
     for fragment in fragments:
@@ -323,7 +329,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def check_trained_by(
-    fragments: Sequence[Mapping[str, Tensor]],
+    fragments: Fragments,
     *optimizers: torch.optim.Optimizer,
 ) -> None:
     """Check that the inner optimizers train exactly what the fragments synchronise.
@@ -371,14 +377,14 @@ class WatchedModel:
     """Watches a model for changes that no sync would reach.
 
     Args:
-        model_fragments: The model, or one module per fragment.
-        fragments: What is synchronised, by name.
+        model_fragments: The model.
+        fragments: What is synchronised.
     """
 
     def __init__(
         self,
-        model_fragments: nn.Module | Sequence[nn.Module],
-        fragments: Sequence[Mapping[str, Tensor]],
+        model_fragments: ModelFragments,
+        fragments: Fragments,
     ) -> None:
         whole = whole_model(model_fragments)
         synced: set[int] = set()

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ class GlobalState:
     Attributes:
         fragments: The same, in the order of their syncs.
         settings: The same.
+        lock: While a thread holds it no other one changes this state; an outer step waits for it.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class GlobalState:
     ) -> None:
         self.fragments = fragments
         self.settings = settings
-        self._whole = threading.RLock()
+        self.lock = threading.RLock()
         self._is_in_outer_step = False
         self._num_changes = 0
         self._digests: tuple[int, list[str]] = -1, []
@@ -136,7 +137,7 @@ class GlobalState:
     @property
     def version(self) -> int:
         """It changes with what ``state_dict`` returns. Reading it waits for the end of a change."""
-        with self._whole:
+        with self.lock:
             return self._num_changes
 
     @property
@@ -147,14 +148,10 @@ class GlobalState:
         """
         return sum(2 * fragment.flat.nbytes for fragment in self.fragments)
 
-    def held(self) -> AbstractContextManager[Any]:
-        """A context in which no other thread changes this state; an outer step waits for it."""
-        return self._whole
-
     @contextmanager
     def changing(self) -> Iterator[None]:
         """A context for a change of this state: no joiner gets it half done."""
-        with self._whole:
+        with self.lock:
             try:
                 yield
             finally:
@@ -181,7 +178,7 @@ class GlobalState:
         Raises:
             RuntimeError: An outer step was interrupted half way, by Ctrl-C or an error.
         """
-        with self._whole:
+        with self.lock:
             if self._is_in_outer_step:
                 raise RuntimeError(
                     f"outer step {self.outer_step + 1} was broken off half way, so part of the "

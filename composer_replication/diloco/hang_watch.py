@@ -152,11 +152,6 @@ class SyncSeconds(NamedTuple):
     waited: float
     trained: float
 
-    @property
-    def compute_fraction(self) -> float:
-        """The fraction of the time that was spent training."""
-        return self.trained / max(self.blocked + self.trained, 1e-9)
-
 
 class SyncClock:
     """Measures how long training is blocked, from one committed sync to the next.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +12,6 @@ from composer_replication.diloco.fragment_sync import FragmentSync
 from composer_replication.diloco.outer_loop import OuterLoop, Role
 from composer_replication.diloco.retry import StartBarrier
 from composer_replication.diloco.torchft_api import STATE_NAME
-
-log = logging.getLogger(__name__)
 
 PREPARATIONS = 3
 """How often a joiner prepares for the others' next sync, if they sync before it is ready."""
@@ -118,7 +115,6 @@ def share_initial_parameters(loop: OuterLoop) -> bool:
                 fragment.globals.flat.copy_(fragment.globals.unpack(mean))
                 fragment.globals.take_buffers(fragment.globals.averaged_buffers)
             fragment.globals.write_back()
-    log.info("Started with %d replica groups", manager.num_participants())
     loop.clock.read()  # the wait for the start belongs to no sync
     return True
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -45,6 +47,9 @@ class GroupMetrics(NamedTuple):
         return self.moved / max(1.0, self.inner_steps)
 
 
+GroupsMetrics = Mapping[int, GroupMetrics]
+"""The metrics of groups in a sync, by rank in the quorum."""
+
 BEYOND = 10.0
 """A pseudo-gradient that is so many times as long as others and as usual is taken for an error."""
 
@@ -60,7 +65,7 @@ USUAL = 7
 """Over how many syncs of a fragment a pace is usual."""
 
 
-def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
+def beyond_all_others(groups: GroupsMetrics) -> dict[int, str]:
     """Find the groups whose pseudo-gradient is so long that it must be an error.
 
     Each is compared with the median of all groups that contribute, of two groups with the other
@@ -72,7 +77,7 @@ def beyond_all_others(groups: Mapping[int, GroupMetrics]) -> dict[int, str]:
     falls to 0, or have frozen what it trains. A sick one is also beyond its own usual pace.
 
     Args:
-        groups: The metrics of the groups in a sync, by rank in the quorum.
+        groups: The groups in a sync.
     """
     sent = {rank: group for rank, group in groups.items() if group.contribution > 0.0}
     found: dict[int, str] = {}
@@ -170,14 +175,9 @@ def group_cosine(metrics: Sequence[GroupMetrics], mean_norm: float) -> float | N
         there is nothing to compare, or a norm is not finite.
     """
     total = sum(group.contribution for group in metrics)
-    squares = 0.0
-    products = 0.0
-    sum_of_norms = 0.0
-    for group in metrics:
-        norm = group.contribution / total * group.norm if group.norm > 0.0 else 0.0
-        squares += norm**2
-        products += sum_of_norms * norm
-        sum_of_norms += norm
+    norms = [group.contribution / total * group.norm for group in metrics if group.norm > 0.0]
+    squares = sum(norm**2 for norm in norms)
+    products = sum(map(operator.mul, norms[1:], accumulate(norms)))
     if not products > 0.0:
         return None
     cosine = (mean_norm**2 - squares) / (2 * products)

@@ -260,7 +260,8 @@ class OuterLoop:
 
     def _account(self, fragment: FragmentSync, retries: int) -> None:
         moved = fragment.total_contribution > 0
-        if fragment.mean.is_finite and not fragment.mean.is_left_out:
+        is_left_out = self.manager.participating_rank() in self.result.left_out
+        if fragment.mean.is_finite and not is_left_out:
             fragment.discard_synced_steps()
             fragment.unsound_in_a_row = 0
         else:

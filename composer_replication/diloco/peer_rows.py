@@ -76,6 +76,10 @@ class PeerRow(NamedTuple):
         return cls._make([*own, metrics, samples, batches, tuple(digests)])
 
 
+Rows = Mapping[int, PeerRow]
+"""The valid rows of a table, by rank in the quorum."""
+
+
 def _layout(num_digests: int) -> struct.Struct:
     """The types of a row's numbers in their order, without gaps. Integers have no sign."""
     metrics = "f" * len(GroupMetrics._fields)
@@ -125,14 +129,14 @@ def read_rows(table: Tensor, num_digests: int) -> tuple[dict[int, PeerRow], dict
     return rows, faults
 
 
-def find_differences(rows: Mapping[int, PeerRow]) -> Iterator[tuple[list[int], str]]:
+def find_differences(rows: Rows) -> Iterator[tuple[list[int], str]]:
     """Yield how the groups' outer steps and digests differ.
 
     Yields the ranks of the groups that hold something else than most groups, of all groups if there
     is no majority, and what differs.
 
     Args:
-        rows: The valid rows by rank in the quorum. At least one.
+        rows: At least one.
     """
     held = {"the outer step": {rank: row.outer_step for rank, row in rows.items()}}
     num_fragments = len(next(iter(rows.values())).digests)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
-from composer_replication.diloco.outer_health import GroupMetrics, beyond_all_others
-from composer_replication.diloco.peer_rows import PeerRow, find_differences, read_rows
+from composer_replication.diloco.outer_health import GroupMetrics, GroupsMetrics, beyond_all_others
+from composer_replication.diloco.peer_rows import PeerRow, Rows, find_differences, read_rows
 from composer_replication.diloco.sample_ledger import SyncedSamples
 from composer_replication.diloco.torchft_api import DiLoCoManager
 
@@ -30,14 +30,14 @@ class TableResult:
     """What the groups of a sync have reported to each other.
 
     Attributes:
-        rows: Their rows, by rank in the quorum. Empty if the sync fails.
+        rows: Their rows. Empty if the sync fails.
         left_out: The ranks of the groups whose pseudo-gradients are not in the mean.
         has_doubts: Whether what has arrived is not sound, so that the sync is repeated.
         equal_samples: The names of the groups whose first batches were found to be equal to this
             group's, and its own; empty if there are none.
     """
 
-    rows: Mapping[int, PeerRow] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
     left_out: Collection[int] = ()
     has_doubts: bool = False
     equal_samples: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class PeerTable:
         manager: DiLoCoManager,
         row: PeerRow,
         mean: WeightedMean,
-        leave_out: Callable[[Mapping[int, GroupMetrics]], set[int]],
+        leave_out: Callable[[GroupsMetrics], set[int]],
     ) -> None:
         self._manager = manager
         self._row = row
@@ -125,7 +125,7 @@ class PeerTable:
         """
         self._work.wait()
         manager = self._manager
-        rows: Mapping[int, PeerRow] = {}
+        rows: Rows = {}
         faults: dict[int, str] = {}
         if not manager.errored():
             rows, faults = read_rows(self._table.cpu(), len(self._row.digests))
@@ -163,13 +163,13 @@ class PeerTable:
         names = self._manager.members or range(self._manager.num_participants())
         return [str(name).partition(":")[0] for name in names]
 
-    def _equal_samples(self, rows: Mapping[int, PeerRow]) -> tuple[str, ...]:
+    def _equal_samples(self, rows: Rows) -> tuple[str, ...]:
         """The groups whose first batches are this group's too, and its own; empty if none are."""
         own = self._row.batches
         same = [self._names[rank] for rank, row in rows.items() if row.batches == own]
         return tuple(same) if own and len(same) > 1 else ()
 
-    def _doubt(self, sound: Mapping[int, GroupMetrics], faults: Mapping[int, str]) -> str:
+    def _doubt(self, sound: GroupsMetrics, faults: Mapping[int, str]) -> str:
         """Return what is not sound of what has arrived; empty if nothing is, or this sync fails."""
         names = self._names
         needed = max(2, self._manager._min_replica_size)
@@ -178,7 +178,7 @@ class PeerTable:
         doubts = [f"replica group {names[rank]}: {fault}" for rank, fault in faults.items()]
         return ", ".join(doubts) or self._mean.doubt(sound.values())
 
-    def _check_agreement(self, rows: Mapping[int, PeerRow]) -> None:
+    def _check_agreement(self, rows: Rows) -> None:
         for odd, what in find_differences(rows):
             message = (
                 f"after outer step {self._row.outer_step} replica groups "

@@ -99,7 +99,7 @@ def report_of(sync: FragmentSync, seconds: SyncSeconds, **counted: Any) -> SyncR
         total_contribution=sync.total_contribution,
         sync_seconds=seconds.blocked,
         wait_seconds=seconds.waited,
-        compute_fraction=seconds.compute_fraction,
+        compute_fraction=seconds.trained / max(seconds.blocked + seconds.trained, 1e-9),
         bytes_sent=mean.num_bytes,
         bytes_float32=mean.num_bytes_float32,
         pseudo_gradient_norm=mean.norm,

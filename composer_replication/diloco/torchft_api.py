@@ -131,11 +131,11 @@ class StockManager(TellsNothing):
     members = ()
     gathers = False
     fault = None
+    asks_to_gather = False
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
         self.settings: dict[str, Any] = {}
-        self.asks_to_gather = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stock, name)

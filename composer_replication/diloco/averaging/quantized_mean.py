@@ -145,8 +145,7 @@ class QuantizedMean(WeightedMean):
         return self.division.gathered(self.residual)
 
     def load_residual(self, tensors: Sequence[Tensor]) -> None:
-        here = [tensor.to(self.device) for tensor in tensors]
-        whole = torch.cat(here)
+        whole = torch.cat([*tensors])
         own = whole[self.division.place]
         self.residual[: own.numel()] = own  # what pads it is zeros
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed import ReduceOp
 
 from composer_replication.diloco.averaging.flat_buffer import FlatMemory
 from composer_replication.diloco.flat_chunks import Chunk, Layout, Squares
-from composer_replication.diloco.outer_health import UNSEEN, GroupMetrics
+from composer_replication.diloco.outer_health import UNSEEN, GroupMetrics, GroupsMetrics
 from composer_replication.diloco.torchft_api import DiLoCoManager, Then
 
 Write = Callable[[Chunk, Tensor], object]
@@ -61,7 +61,6 @@ class WeightedMean:
         self.moved = 0.0
         self.moved_each = 0.0
         self.contribution = 0.0
-        self.is_left_out = False
         self.divisor = 0.0
 
     @torch.no_grad()
@@ -98,7 +97,6 @@ class WeightedMean:
         norms = sums.sqrt().tolist()
         self.norm, self.sent_norm, self.moved, elements = norms
         self.moved_each = self.moved / (elements or 1.0)
-        self.is_left_out = False
         self.contribution = contribution if self.is_finite else 0.0
         if not self.contribution:
             # Not multiplied by 0: 0 * nan is nan, and would reach all groups.
@@ -230,7 +228,7 @@ class WeightedMean:
     def find_unsound(
         self,
         manager: DiLoCoManager,
-        metrics: Mapping[int, GroupMetrics],
+        metrics: GroupsMetrics,
     ) -> set[int]:
         """Gather the messages of all groups, and find those that are not what their group says.
 
@@ -238,7 +236,7 @@ class WeightedMean:
 
         Args:
             manager: The torchft manager, or its simulated double.
-            metrics: The metrics of the groups whose rows are valid, by rank in the quorum.
+            metrics: Of the groups whose rows are valid.
 
         Returns:
             The ranks whose messages are not finite, too long, or of another weight.
@@ -262,7 +260,7 @@ class WeightedMean:
     def sum_sound(
         self,
         manager: DiLoCoManager,
-        metrics: Mapping[int, GroupMetrics],
+        metrics: GroupsMetrics,
     ) -> None:
         """Gather the messages again, and sum those of these ranks."""
         *of_values, of_weight = self.messages
@@ -277,7 +275,6 @@ class WeightedMean:
         of_weight.fill_(total)
         if manager.participating_rank() not in metrics:
             self.contribution = 0.0
-            self.is_left_out = True
 
     def _gather_message(
         self,

@@ -279,7 +279,7 @@ class Donor:
         """Copy the state, if possible without the lock that an outer step would wait for."""
         made = self._dump(source) or self._dump(source)
         if made is None:  # rounds are shorter than a copy takes
-            with source.held():
+            with source.lock:
                 made = self._dump(source)
         assert made is not None, "the state does not change while it is held"
         step, version, body = made

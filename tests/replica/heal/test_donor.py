@@ -40,7 +40,7 @@ class Group:
 
     def step_on_another_thread(self):
         def step():
-            with self.state.held():
+            with self.state.lock:
                 self.commit()
 
         thread = threading.Thread(target=step)
