@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from composer_replication import __version__
 from composer_replication.diloco.division import Division, connect_hosts, count_shards
-from composer_replication.diloco.fragments import Fragments, described_tensors
+from composer_replication.diloco.fragments import Fragments, by_name, described_tensors
 from composer_replication.diloco.global_parameters import GlobalParameters
 from composer_replication.diloco.outer_optimizer import OuterOptimizer, check_sign, nesterov_sgd
 from composer_replication.diloco.peer_rows import ROW
@@ -68,7 +68,7 @@ def own_fragments(
     """
     outer_optimizer = outer_optimizer or nesterov_sgd(*settings.outer_numbers_at(0))
     check_sign(outer_optimizer)
-    tensors = [tensor for fragment in fragments for tensor in fragment.values()]
+    tensors = by_name(fragments).values()
     are_held = any(count_shards(tensor) > 1 for tensor in tensors)
     if are_held:  # each rank holds a shard already
         ranks = ranks or torch.distributed.group.WORLD
@@ -106,7 +106,7 @@ def give_settings(
         fragments: What is synchronised.
         fingerprint: The run's settings and the model.
     """
-    tensors = [tensor for fragment in fragments for tensor in fragment.values()]
+    tensors = by_name(fragments).values()
     names = json.dumps([[*fragment] for fragment in fragments])
     manager.settings |= {
         **fingerprint,

@@ -65,10 +65,7 @@ class CopiedBuffers:
         """
         if not self._like:
             return []
-        parts = []
-        for buffer in own:
-            flat = buffer.reshape(-1)
-            parts.append(flat.view(torch.uint8))
+        parts = [buffer.reshape(-1).view(torch.uint8) for buffer in own]
         message = torch.cat(parts)
         self._message = message.to(device)
         if manager.participating_rank() != 0:

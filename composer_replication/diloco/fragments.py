@@ -131,11 +131,13 @@ def model_fingerprint(fragments: Fragments) -> str:
 
 def described_tensors(fragments: Fragments) -> dict[str, str]:
     """Return the shape and the dtype of all synchronised tensors, by name."""
-    described = {}
-    for fragment in fragments:
-        for name, tensor in fragment.items():
-            described[name] = f"{tuple(tensor.shape)} {tensor.dtype}"
-    return described
+    named = by_name(fragments).items()
+    return {name: f"{tuple(tensor.shape)} {tensor.dtype}" for name, tensor in named}
+
+
+def by_name(fragments: Fragments) -> dict[str, Tensor]:
+    """All synchronised tensors by name: no two fragments have the same."""
+    return {name: tensor for fragment in fragments for name, tensor in fragment.items()}
 
 
 def _trainable(
@@ -341,11 +343,8 @@ def check_trained_by(
         ValueError: The parameters differ. The message names them.
     """
     trained = _trained_by(optimizers)
-    synced: dict[int, str] = {}
-    for fragment in fragments:
-        for name, tensor in fragment.items():
-            if tensor.requires_grad:
-                synced[id(tensor)] = name
+    named = by_name(fragments).items()
+    synced = {id(tensor): name for name, tensor in named if tensor.requires_grad}
     foreign = [name for identity, name in synced.items() if identity not in trained]
     if foreign:
         raise ValueError(
@@ -387,9 +386,7 @@ class WatchedModel:
         fragments: Fragments,
     ) -> None:
         whole = whole_model(model_fragments)
-        synced: set[int] = set()
-        for fragment in fragments:
-            synced.update(map(id, fragment.values()))
+        synced = {*map(id, by_name(fragments).values())}
         every = whole.named_parameters()
         self._left_out = [(name, p) for name, p in every if id(p) not in synced]
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []

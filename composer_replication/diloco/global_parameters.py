@@ -257,12 +257,8 @@ class GlobalParameters:
 
     def frozen(self) -> list[int]:
         """The tensors that this group has frozen since the run began (``requires_grad``)."""
-        found = []
         parameters = islice(self.averaged.values(), self.num_parameters)
-        for index, tensor in enumerate(parameters):
-            if not tensor.requires_grad:
-                found.append(index)
-        return found
+        return [index for index, tensor in enumerate(parameters) if not tensor.requires_grad]
 
     # Global parameters that rest in host memory are computed with on the model's device.
 

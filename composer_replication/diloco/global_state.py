@@ -39,9 +39,9 @@ class Staged(NamedTuple):
         digests: Those of each fragment, see ``GlobalState.fragment_digests``.
     """
 
-    name: str
-    numbers: list[Numbers]
-    digests: list[str]
+    name: str = ""
+    numbers: Sequence[Numbers] = ()
+    digests: Sequence[str] = ()
 
 
 class GlobalState:
@@ -72,8 +72,8 @@ class GlobalState:
         self.lock = threading.RLock()
         self._is_in_outer_step = False
         self._num_changes = 0
-        self._digests: tuple[int, list[str]] = -1, []
-        self._staged: Staged | None = None
+        self._digests: tuple[int, Sequence[str]] = -1, ()
+        self._staged = Staged()
         self.fingerprint = fingerprint
         self.outer_step = 0
         self.ledger = Ledger(len(fragments))
@@ -115,7 +115,7 @@ class GlobalState:
             return tuple(map(as_number, digests))
         return (0,) * len(self.fragments)
 
-    def fragment_digests(self) -> list[str]:
+    def fragment_digests(self) -> Sequence[str]:
         """SHA-256, in hex, of what this rank holds of each fragment. It is no collective.
 
         They are computed once for each version of the state: a donor computes them when a joiner
@@ -253,7 +253,7 @@ class GlobalState:
 
     def forget_staged(self) -> None:
         """Drop what ``stage`` has prepared, and free its memory."""
-        self._staged = None
+        self._staged = Staged()
 
     def take_over(
         self,
@@ -269,15 +269,15 @@ class GlobalState:
             ValueError: A tensor is missing or has another shape or dtype.
         """
         staged = self._staged
-        if staged is not None and staged.name != state_dict.get(STATE_NAME):
-            staged = None  # the others have committed since
+        if staged.name != state_dict.get(STATE_NAME):
+            staged = Staged()  # the others have committed since
         with self.changing():
             theirs = dict(state_dict["settings"])
             compare_fingerprints(self.fingerprint, theirs, whose)
-            self._load(state_dict, staged.numbers if staged is not None else ())
+            self._load(state_dict, staged.numbers)
             self.fingerprint = theirs
             self.was_healed = True
-        if staged is not None:
+        if staged.digests:
             self._digests = self.version, staged.digests
         self.forget_staged()
 

@@ -45,7 +45,6 @@ class HangWatch:
     BUSY_BLOCKS_PER_S = 200
     """Blocks of 512 bytes a second to and from storage above which a process is busy. Logs cause
     fewer."""
-    EXIT_STATUS = 1
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -123,7 +122,7 @@ class HangWatch:
     def _end(self, why: str) -> None:
         waits = f" and the {self._wait_limit_s:g} s of its wait" if self._wait_limit_s else ""
         end_process(
-            self.EXIT_STATUS,
+            1,
             f"This replica group hangs: it has completed {why}, above hang_timeout_s="
             f"{self.timeout_s:g}{waits}. It ends, so that the others can continue; the stacks of "
             "its threads follow on stderr. Raise hang_timeout_s if the group was only slow",

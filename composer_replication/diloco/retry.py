@@ -169,7 +169,17 @@ class SyncRetries:
             )
             time.sleep(POLL_S)
         else:
-            self._back_off(cause)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
+            self.count += 1
+            log.warning(
+                "The sync after outer step %d did not commit, attempt %d: %s. Nothing is lost; "
+                "trying again in %.1f s",
+                self._state.outer_step,
+                self.count,
+                cause,
+                pause_s,
+            )
+            time.sleep(pause_s)
         manager.start_quorum()  # only this says which group has caused the failure
         if is_first_doubt:
             return
@@ -178,19 +188,6 @@ class SyncRetries:
         elif not has_too_few:
             self._num_unexplained += 1
             self._check_limit(is_joining, cause)
-
-    def _back_off(self, cause: str) -> None:
-        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
-        self.count += 1
-        log.warning(
-            "The sync after outer step %d did not commit, attempt %d: %s. Nothing is lost; "
-            "trying again in %.1f s",
-            self._state.outer_step,
-            self.count,
-            cause,
-            pause_s,
-        )
-        time.sleep(pause_s)
 
     def _check_limit(self, is_joining: bool, cause: str) -> None:
         """Give up after too many failed attempts.

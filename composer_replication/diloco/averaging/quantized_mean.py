@@ -96,14 +96,9 @@ class QuantizedMean(WeightedMean):
         parts_each = math.ceil(own.numel() / (LEAST_MESSAGES * PART))
         size = min(self.division.bucket, parts_each * PART)
         parts = own.split(size)
-        buckets = []
-        self.num_bytes = 0
-        memory_bytes = 0
-        for part in parts:
-            bucket = QuantizedBucket(part, groups, rank, self._format)
-            buckets.append(bucket)
-            self.num_bytes += bucket.num_bytes
-            memory_bytes += bucket.memory_bytes
+        buckets = [QuantizedBucket(part, groups, rank, self._format) for part in parts]
+        self.num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        memory_bytes = sum(bucket.memory_bytes for bucket in buckets)
         memory = self._message_memory.take(memory_bytes // 4)
         self._exchange = Exchange(
             manager,
