@@ -11,6 +11,7 @@ class ScriptedState:
 
     Attributes:
         state: The same.
+        lock: While a thread holds it no other one changes the state.
         version: Another one after each change that a test makes.
         num_taken: How often somebody has asked for the tensors.
     """
@@ -18,10 +19,7 @@ class ScriptedState:
     def __init__(self, state, num_bytes=1000):
         self.state = state
         self.version, self.num_bytes, self.num_taken = 0, num_bytes, 0
-        self._lock = threading.RLock()
-
-    def held(self):
-        return self._lock
+        self.lock = threading.RLock()
 
     def for_joiner(self):
         self.num_taken += 1

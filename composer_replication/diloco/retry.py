@@ -235,7 +235,6 @@ class StartBarrier:
         self._options = options
         self._start_refusal = start_refusal
         self._waiting = Waiting("for replica groups", options.start_timeout_s, log_after_s=2.0)
-        self._can_commit = True
         self._failures = 0
 
     def vote_to_start(self, device: torch.device) -> bool:
@@ -262,15 +261,15 @@ class StartBarrier:
         num_present = manager.num_participants()
         is_enough = num_present >= options.num_awaited
         starts_late = options.on_start_timeout == "start" and self._waiting.is_late
-        self._can_commit = num_present >= manager._min_replica_size
+        can_commit = num_present >= manager._min_replica_size
         vetoes = self._start_refusal is not None and manager.current_step() == 0
-        is_yes = self._can_commit and (is_enough or starts_late)
+        is_yes = can_commit and (is_enough or starts_late)
         votes = torch.tensor([float(is_yes), float(vetoes)], device=device)
         manager.allreduce(votes, reduce_op=ReduceOp.SUM).wait()  # pyright: ignore
         if manager.errored() is not None:
             return False
         situation = f"{num_present} of {options.num_awaited} replica groups are connected"
-        if not self._can_commit:
+        if not can_commit:
             situation += f", and min_replica_size={manager._min_replica_size}"
         num_yes, num_vetoes = votes.tolist()
         if vetoes:
@@ -291,24 +290,26 @@ class StartBarrier:
             TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
                 with; or the start has failed ``MAX_FAILED_JOINS`` times because of this group.
         """
-        error = _original(self._manager.errored())
+        manager = self._manager
+        error = _original(manager.errored())
         situation = str(error)
         is_failure = not isinstance(error, StartPostponed)
         if is_failure:  # for example because a group has left again
-            cause = why_not_committed(self._manager)
+            cause = why_not_committed(manager)
             situation = f"the start did not commit: {cause}"
             log.warning("The start did not commit: %s", cause)
         options = self._options
         may_start = options.on_start_timeout == "start" and self._start_refusal is None
-        if self._waiting.is_late and not (may_start and self._can_commit):
+        can_commit = manager.num_participants() >= manager._min_replica_size
+        if self._waiting.is_late and not (may_start and can_commit):
             raise TimeoutError(
                 f"no start within start_timeout_s={options.start_timeout_s:g}: {situation}. "
                 "Start the missing groups with the same lighthouse, or lower num_replicas"
             )
         self._waiting.log(lambda: situation)
         time.sleep(START_POLL_S)
-        self._manager.start_quorum()  # only this says which group has caused the failure
-        if not is_failure or self._manager.fault == "another":
+        manager.start_quorum()  # only this says which group has caused the failure
+        if not is_failure or manager.fault == "another":
             return
         self._failures += 1
         if self._failures == MAX_FAILED_JOINS:
