@@ -61,7 +61,9 @@ NO_HANG = {
     "a long computation": "end = time.monotonic() + 1.5\nwhile time.monotonic() < end: pass",
     "an evaluation that moves": "for _ in range(15): wait_in_vain(0.1); watch.note_progress()",
     "a wait for other groups": "with watch.waiting_for_others(9.0):\n    wait_in_vain(1.5)",
-    "a wait for the coordinator": "from composer_replication.replica import ranks\n"
+    "a wait for the coordinator": "watch.stop()\n"
+    "from composer_replication.replica import ranks\n"
+    "watch.start()\n"
     "ranks.POLL_S = 0.1\n"
     "begun = ranks.begin_on_rank_0(lambda: wait_in_vain(1.5))\n"
     "ranks.await_on_rank_0(begun, watch.note_progress)",
