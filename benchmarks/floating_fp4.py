@@ -30,7 +30,7 @@ class FloatingFp4(Fp4):
 
     def encode(self, values: Tensor, into: Tensor) -> None:
         head, scales, codes = self._split(into, values.numel())
-        blocks = values.view(-1, self._block)
+        blocks = self._blocks(values)
         largest = blocks.abs().amax(1)
         if not self._has_blocks:
             largest = largest.max().expand_as(largest).contiguous()
@@ -44,7 +44,7 @@ class FloatingFp4(Fp4):
         for half, code in zip(into.view(2, -1), (codes & 15, codes >> 4 & 15), strict=True):
             size = self._levels[(code & 7).int()]
             half.copy_(torch.where(code & 8 > 0, -size, size))
-        into.view(-1, self._block).mul_(self._as_scale(scales, head))
+        self._blocks(into.view(-1)).mul_(self._as_scale(scales, head))
 
     def _write_scales(self, largest: Tensor, head: Tensor, scales: Tensor) -> Tensor:
         """Write each block's scale, rounded up from its largest magnitude. Returns it decoded."""
