@@ -386,12 +386,36 @@ def report_of_shipped(known: Known) -> str:
     return "\n".join(rows)
 
 
+def report_of_finalist(known: Known) -> str:
+    """The finalist beside what ships, in the jobs in which they differ, as a table."""
+    rows = ["| job | seeds | gain as it ships | of the finalist | above what ships |"]
+    rows += ["|---" * 5 + "|"]
+    shipping, others = [], []
+    for job in EVERY_JOB:
+        names = BASE, ALONE, CHOSEN, FINALIST
+        mean, bits = means(job, known, names), losses(job, known)
+        own, other = (gain_of(mean, name) if mean else None for name in (CHOSEN, FINALIST))
+        if own is None or other is None:
+            continue
+        shipping.append(own)
+        others.append(other)
+        seeds = seeds_of(bits, names)
+        above = compare({seed: bits[FINALIST][seed] for seed in seeds}, bits[CHOSEN])
+        if outer_steps(job.steps, job.sync_every) > SHORT_ROUNDS:
+            rows.append(f"| {job.name} | {len(seeds)} | {own:.2f} | {other:.2f} | {above} |")
+    for name, gains in ((CHOSEN, shipping), (FINALIST, others)):
+        if gains:
+            median, worst = statistics.median(gains), worst_quarter(gains)
+            rows.append(f"\n{name}: median {median:.2f}, worst quarter {worst:.2f}")
+    return "\n".join(rows)
+
+
 def main() -> None:
     done = read(WARM)
     hours = sum(line["cpu_seconds"] for line in done.values()) / 3600
     print(f"{len(done)} trainings in {hours:.1f} of {HOURS:g} processor hours\n")
     known = Known(done, read_all())
-    print(f"{report(known)}\n\n{report_of_shipped(known)}")
+    print(f"{report(known)}\n\n{report_of_shipped(known)}\n\n{report_of_finalist(known)}")
 
 
 if __name__ == "__main__":
