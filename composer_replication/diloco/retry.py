@@ -152,8 +152,8 @@ class SyncRetries:
                 finds whom to leave out.
 
         Raises:
-            SyncError: More attempts have failed than this group may make, or too few groups have
-                been connected for longer than ``give_up_after_s``.
+            SyncError: More attempts have failed than this group may make, or in all attempts of
+                more than ``give_up_after_s`` too few groups were connected.
         """
         manager = self._manager
         is_first_doubt = has_doubts and not manager.asks_to_gather
@@ -180,6 +180,7 @@ class SyncRetries:
                 pause_s,
             )
             time.sleep(pause_s)
+            self._waiting.began = time.monotonic()  # so far there were enough
         manager.start_quorum()  # only this says which group has caused the failure
         if is_first_doubt:
             return

@@ -1,11 +1,13 @@
 """P6: a sync that fails is logged with its cause, tried again, and raised in the end."""
 
+from types import SimpleNamespace
+
 import pytest
 from common import Constant
 from harness.groups import Group, run, traces
 
 from composer_replication import simulate
-from composer_replication.diloco.algorithm import SyncError
+from composer_replication.diloco.retry import SyncError, SyncRetries
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 
@@ -98,6 +100,29 @@ def test_survivors_below_it_wait_and_go_on_when_it_is_met_again():
     assert back[1] == (2.0, 2.0)
     # It stays, with nothing, until the other has ended.
     assert first[-1] == back[-1] == (-6.0, -6.0)
+
+
+def test_time_with_enough_groups_is_no_wait_for_them(monkeypatch):
+    now, present = [0.0], [2]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: now.append(now.pop() + s))
+    monkeypatch.setattr("composer_replication.diloco.retry.time", clock)
+    manager = SimpleNamespace(
+        asks_to_gather=False,
+        fault="another",
+        _min_replica_size=2,
+        errored=lambda: OSError("lost") if present[0] == 2 else None,
+        num_participants=lambda: present[0],
+        start_quorum=lambda: None,
+    )
+    retries = SyncRetries(manager, SimpleNamespace(outer_step=1), give_up_after_s=10.0)
+    for _ in range(10):  # for more than 20 s, others make the sync fail
+        retries.form_quorum(False, False)
+    present[0] = 1
+    for _ in range(10):
+        retries.form_quorum(False, False)
+    with pytest.raises(SyncError, match="1 replica groups are connected"):
+        for _ in range(2):
+            retries.form_quorum(False, False)
 
 
 def test_a_resume_may_have_another_min_replica_size():

@@ -33,7 +33,8 @@ class WeightedMean:
     other's messages, and sum those that are sound (``find_unsound``).
 
     Another rule of the mean is a subclass with its own ``send``, ``doubt`` and ``sum_sound``: after
-    a doubt the last one alone computes the mean.
+    a doubt the last one alone computes the mean. ``make_mean`` chooses it; quantized, a
+    ``QuantizedBucket`` computes the mean, and ``group_cosine`` takes it for a weighted one.
 
     Args:
         layout: The order of what this rank sends of the tensors. It is the same in all groups.
