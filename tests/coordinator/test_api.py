@@ -467,7 +467,7 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     for operation in operations:
 
         @hypothesis_settings(
-            max_examples=25, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
         )
         @given(case=st.one_of(*(operation.as_strategy(mode) for mode in GenerationMode)))
         def check(case):

@@ -293,7 +293,7 @@ class Coordinator(RuleBasedStateMachine):
 
 
 Coordinator.TestCase.settings = settings(
-    max_examples=100,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     database=None,
