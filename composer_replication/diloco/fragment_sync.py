@@ -343,7 +343,7 @@ class FragmentSync:
         if self.mean.contribution > 0:
             if packed.inner_steps:
                 self._usual_pace.add(self.fragment_id, self._pace, packed.learning_rate)
-            self._state.ledger.synced[self.fragment_id] = packed.position
+            self._state.ledger.has_synced(self.fragment_id, packed.position)
         if not self._write_back_alpha:  # the steps since it was sent are thrown away
             self._drop_steps()
             return

@@ -195,9 +195,12 @@ class OuterLoop:
     def sync(self, role: Role) -> None:
         """Run one sync from quorum to vote, and retry it until it commits."""
         self.role = role
-        with self.clock.blocking():
-            self.send()
-            self.end_sync()
+        try:
+            with self.clock.blocking():
+                self.send()
+                self.end_sync()
+        finally:  # whoever goes on after an error trains
+            self.role = Role.TRAINS
 
     def finish_sync(self, fragment: FragmentSync) -> None:
         """Retry the sync until it commits, then report it.

@@ -56,20 +56,19 @@ class Ledger:
         entries: The ``SyncedSamples`` of all streams that have been in a commit, by stream.
         stream: The stream that this group reads; 0 for none.
         position: This group's position, at the end of the batch that is being trained on.
-        synced: Up to which position its samples are in each fragment.
     """
 
     def __init__(self, num_fragments: int) -> None:
         self.entries: dict[int, SyncedSamples] = {}
         self.stream = 0
         self.position = 0
-        self.synced = [0] * num_fragments
+        self._synced = [0] * num_fragments
 
     def read_from(self, stream: int) -> None:
         """Start a new stream, of which nothing has been trained on."""
         self.stream = stream
         self.position = 0
-        self.synced = [0] * len(self.synced)
+        self._synced = [0] * len(self._synced)
 
     def stop_reading(self) -> None:
         """End the stream: what was trained on and not synchronised stays unrecorded."""
@@ -83,7 +82,7 @@ class Ledger:
             packed_at: The position when its pseudo-gradient was packed.
             contributes: Whether that pseudo-gradient is in the mean.
         """
-        synced = list(self.synced)
+        synced = list(self._synced)
         if contributes:
             synced[fragment] = packed_at
         return SyncedSamples(self.stream, min(synced), max(synced))
@@ -94,6 +93,10 @@ class Ledger:
             known = self.entries.get(synced.stream, synced)
             if synced.stream:
                 self.entries[synced.stream] = SyncedSamples(*map(max, known, synced))
+
+    def has_synced(self, fragment: int, packed_at: int) -> None:
+        """Remember that this group's samples up to ``packed_at`` are in a fragment."""
+        self._synced[fragment] = packed_at
 
     def rows(self) -> list[list[int]]:
         """The entries as plain containers: stream, position, in_part."""
@@ -106,10 +109,10 @@ class Ledger:
 
     def local_state(self) -> dict[str, Any]:
         """This group's own stream and position, for its checkpoint."""
-        return {"stream": self.stream, "position": self.position, "synced": list(self.synced)}
+        return {"stream": self.stream, "position": self.position, "synced": list(self._synced)}
 
     def load_local_state(self, state: Mapping[str, Any]) -> None:
         """Restore what ``local_state`` returned."""
         self.stream = state["stream"]
         self.position = state["position"]
-        self.synced = list(state["synced"])
+        self._synced = list(state["synced"])

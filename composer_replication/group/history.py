@@ -219,8 +219,8 @@ class History(Course):
     @property
     def open_errors(self) -> list[Error]:
         """The errors since it has joined or synced last: after others it has trained on."""
-        told = (event.get("time", 0.0) for event in (self.start, self.newest))
-        since = max(self.continued_at, *told)
+        joined_at = self.start.get("time", 0.0)
+        since = max(self.continued_at, joined_at, self.newest.get("time", 0.0))
         return [error for error in self.errors if error.time >= since]
 
     @property

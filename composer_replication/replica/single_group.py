@@ -47,7 +47,8 @@ class SingleGroupManager(TellsNothing):
     """Nobody says which group made the last sync fail."""
 
     longest_wait_s = math.inf
-    """Waits have no timeouts here."""
+    """How long one wait of a sync may take, in seconds. No other group is waited for here, and the
+    collectives of the simulation have no timeout."""
 
     _use_async_quorum = False
     _min_replica_size = 1

@@ -24,6 +24,22 @@ def test_retries_end_with_an_error_that_says_why(caplog):
     ]  # fmt: skip
 
 
+def test_who_trains_on_after_a_last_sync_that_failed_has_more_to_send():
+    rows = []
+
+    def replica(sim):
+        with Group(sim, Constant(w=(1,)), sync_every=2, max_sync_retries=0) as group:
+            group.step(-1.0)
+            with pytest.raises(SyncError):
+                group.diloco.final_sync()
+            row = group.diloco._outer._row
+            group.diloco._outer._row = lambda *sent: rows.append(row(*sent)) or rows[-1]
+            group.step(-1.0, -1.0, -1.0)
+
+    simulate(replica, num_replicas=1, faults=[Fault("fail_commit", replica_id=0, step=1)])
+    assert [row.has_more for row in rows] == [True, True]
+
+
 @pytest.mark.parametrize("counted", ["samples", "tokens"])
 def test_weighting_by_what_nobody_counted_is_refused(counted):
     with pytest.raises(SimulationError, match=rf"no {counted} were counted: call count_{counted}"):
