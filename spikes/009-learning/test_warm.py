@@ -149,8 +149,9 @@ def test_the_gain_is_that_worked_out_by_hand(load):
     assert f"| {row.name} | 37 | 1 | 0.75 | -1.00 | +12.5 % | -43.75 % |" in ships
     assert "outer steps or more" not in ships and "2 groups: +12.5 % above data" in ships
     # It ends before the finalist's other momentum, so the two are one training.
-    finalist = warm.report_of_finalist(warm.Known(done))
-    assert row.name not in finalist and finalist.count("median 0.75, worst quarter 0.75") == 2
+    finalist = warm.beside_what_ships(warm.Known(done), warm.FINALIST)
+    assert row.name not in finalist
+    assert finalist.count(": 1 jobs, median 0.75, worst quarter 0.75") == 2
     del done[own[warm.ALONE].key]
     assert len(warm.report(warm.Known(done)).splitlines()) == 2
 

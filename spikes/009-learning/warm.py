@@ -37,6 +37,7 @@ CHOSEN = "plain in the first 20"
 """The candidate that ships now: see "The choice" in warm.md."""
 FINALIST = "plain in 20, 0.7 / 0.7 from 61"
 """The other one that is trained with three seeds in all jobs."""
+SOONER = "plain in 10, 0.7 / 0.7 from 61"
 
 LONG = 60
 """Outer steps of a training that is not short."""
@@ -159,7 +160,7 @@ def candidates(base: Cell, groups: int, sync_every: int) -> dict[str, Cell]:
         MOMENTUM_AT_ONCE: own,
         "plain in the first 20": replace(plain, outer=((21, *NUMBERS),)),
         FINALIST: replace(plain, outer=((21, *NUMBERS), *later)),
-        "plain in 10, 0.7 / 0.7 from 61": replace(plain, outer=((11, *NUMBERS), *later)),
+        SOONER: replace(plain, outer=((11, *NUMBERS), *later)),
         "a straight line over 60": replace(
             plain, outer=tuple((step, round(rate, 6), round(part, 6)) for step, rate, part in line)
         ),
@@ -386,27 +387,34 @@ def report_of_shipped(known: Known) -> str:
     return "\n".join(rows)
 
 
-def report_of_finalist(known: Known) -> str:
-    """The finalist beside what ships, in the jobs in which they differ, as a table."""
-    rows = ["| job | seeds | gain as it ships | of the finalist | above what ships |"]
-    rows += ["|---" * 5 + "|"]
+def beside_what_ships(known: Known, candidate: str) -> str:
+    """A candidate beside what ships, in the jobs of more than ``SHORT_ROUNDS`` rounds: a table."""
+    rows = [
+        f"| job | seeds | gain as it ships | {candidate} | above what ships "
+        "| above momentum at once |",
+        "|---" * 6 + "|",
+    ]
     shipping, others = [], []
     for job in EVERY_JOB:
-        names = BASE, ALONE, CHOSEN, FINALIST
+        names = BASE, ALONE, MOMENTUM_AT_ONCE, CHOSEN, candidate
         mean, bits = means(job, known, names), losses(job, known)
-        own, other = (gain_of(mean, name) if mean else None for name in (CHOSEN, FINALIST))
+        own, other = (gain_of(mean, name) if mean else None for name in (CHOSEN, candidate))
         if own is None or other is None:
             continue
         shipping.append(own)
         others.append(other)
         seeds = seeds_of(bits, names)
-        above = compare({seed: bits[FINALIST][seed] for seed in seeds}, bits[CHOSEN])
+        theirs = {seed: bits[candidate][seed] for seed in seeds}
+        above = (compare(theirs, bits[name]) for name in (CHOSEN, MOMENTUM_AT_ONCE))
         if outer_steps(job.steps, job.sync_every) > SHORT_ROUNDS:
-            rows.append(f"| {job.name} | {len(seeds)} | {own:.2f} | {other:.2f} | {above} |")
-    for name, gains in ((CHOSEN, shipping), (FINALIST, others)):
+            differences = " | ".join(map(str, above))
+            rows.append(f"| {job.name} | {len(seeds)} | {own:.2f} | {other:.2f} | {differences} |")
+    for name, gains in ((CHOSEN, shipping), (candidate, others)):
         if gains:
             median, worst = statistics.median(gains), worst_quarter(gains)
-            rows.append(f"\n{name}: median {median:.2f}, worst quarter {worst:.2f}")
+            rows.append(
+                f"\n{name}: {len(gains)} jobs, median {median:.2f}, worst quarter {worst:.2f}"
+            )
     return "\n".join(rows)
 
 
@@ -415,7 +423,9 @@ def main() -> None:
     hours = sum(line["cpu_seconds"] for line in done.values()) / 3600
     print(f"{len(done)} trainings in {hours:.1f} of {HOURS:g} processor hours\n")
     known = Known(done, read_all())
-    print(f"{report(known)}\n\n{report_of_shipped(known)}\n\n{report_of_finalist(known)}")
+    print(f"{report(known)}\n\n{report_of_shipped(known)}")
+    for name in (FINALIST, SOONER):
+        print(f"\n{beside_what_ships(known, name)}")
 
 
 if __name__ == "__main__":
