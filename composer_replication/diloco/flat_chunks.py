@@ -128,7 +128,8 @@ class Layout:
         tensors: The model's tensors on this rank.
         num_parameters: How many of them, from the first on, are parameters; None for all. The
             others are buffers.
-        needs_scratch: Whether what is in the buffers is copied to the accelerator or inside it.
+        needs_scratch: Whether what is in the buffers is copied to the accelerator or inside it, a
+            chunk of at most ``SCRATCH`` bytes at a time.
 
     Attributes:
         device: Where the model is.

@@ -34,8 +34,9 @@ class GlobalParameters:
     SGD, which treats each element by itself. Any other optimizer gets whole tensors on all ranks
     (ADR-026).
 
-    The outer step is computed where the model is, over flat buffers. They may rest in host memory
-    between syncs, for a model that leaves no room on its accelerator.
+    They are flat buffers. The outer step of an SGD is computed where the model is, and that of
+    another optimizer where they rest: there too, or in host memory, for a model that leaves no room
+    on its accelerator.
 
     Args:
         tensors: The fragment's parameters in the model, of any floating dtype but float64, on any
@@ -267,6 +268,7 @@ class GlobalParameters:
         flat: Tensor,
         place: slice,
     ) -> Tensor:
+        """A part of what rests: a view if it rests there, else a copy, to be given back."""
         return flat[place].to(self.device, non_blocking=True)
 
     def _give_back(

@@ -1,6 +1,6 @@
-"""When a start or a sync is tried again, and when to give up.
+"""When a start or a sync is tried again, with which pause, and when to give up.
 
-``outer_loop.py`` makes the attempts, and ``replica/quorum.py`` says who is to blame for a failure.
+``outer_loop.py`` makes the attempts, and ``replica/blame.py`` says who has made one fail.
 """
 
 from __future__ import annotations
@@ -116,10 +116,12 @@ class SyncRetries:
     Global parameters do not change before the vote, so a retry sends again what the attempt has
     sent, with the inner steps taken since. (torchft resets the model and drops the round.)
 
-    A failed attempt counts against ``max_sync_retries`` if no group is known to have caused it. (A
-    group in training that causes failures leaves after a while, see ``QuorumMember``.) One that
-    failed only because fewer than ``min_replica_size`` groups were connected does not count either:
-    this group waits for the others to return.
+    A failed attempt counts against ``max_sync_retries`` if no group is known to have caused it
+    (``Blame.fault``; with a stock torchft Manager none ever is). After one that is known the count
+    begins again: a group in training that causes failures leaves by ``Blame``, after a while. A
+    joiner leaves after ``MAX_FAILED_JOINS`` that it has caused. Two kinds do not count: where fewer
+    than ``min_replica_size`` groups were connected this group waits for the others to return, and
+    the attempt after a first doubt finds whom to leave out.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -127,7 +129,8 @@ class SyncRetries:
         give_up_after_s: How long to wait for enough groups, in seconds. None: without a limit.
 
     Attributes:
-        count: Attempts that did not commit although enough groups were connected.
+        count: Attempts that did not commit although enough groups were connected. Each doubles the
+            pause.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY
 from torchft.process_group import ProcessGroup
@@ -24,6 +23,7 @@ from composer_replication.diloco.global_state import GlobalState
 from composer_replication.diloco.retry import LOG_EVERY_S, POLL_S, Waiting
 from composer_replication.options import ReplicaOptions, lighthouse_of, replica_id_of
 from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.blame import is_own_failure
 from composer_replication.replica.heal.transport import HealTransport
 from composer_replication.replica.interruptible_manager import InterruptibleManager
 from composer_replication.replica.lighthouse import (
@@ -31,10 +31,10 @@ from composer_replication.replica.lighthouse import (
     LastingServer,
     read_status,
 )
+from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.peer_client import PeerClient
 from composer_replication.replica.quorum import MemberReport, QuorumConnection, group_name
 from composer_replication.replica.quorum_member import (
-    MissingMembers,
     QuorumDeclined,
     QuorumFailed,
     QuorumMember,
@@ -184,7 +184,7 @@ class ReplicaManager(InterruptibleManager):
     @property
     def fault(self) -> str | None:
         """Which group made the last sync fail: ``this``, ``another``, or None if nobody knows."""
-        return self.member.fault
+        return self.member.blame.fault
 
     @property
     def gathers(self) -> bool:
@@ -439,16 +439,3 @@ class ReplicaManager(InterruptibleManager):
             "_user_state_dicts",
         ):
             setattr(self, name, None)
-
-
-def is_own_failure(error: Exception) -> bool:
-    """Whether an error in a sync is this group's own, and not the effect of a peer's death.
-
-    torch raises the errors of gloo and NCCL as plain RuntimeErrors, so only their text tells them
-    apart.
-    """
-    if isinstance(error, ConnectionError | TimeoutError | torch.distributed.DistError):
-        return False
-    return isinstance(error, OSError | RuntimeError | MemoryError) and not any(
-        backend in str(error).lower() for backend in ("gloo", "nccl")
-    )

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Event, Thread
 from typing import Any
 
 from composer_replication.options import DuplicateIdError
-from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S, STRAGGLER_TIMEOUT_S
+from composer_replication.replica.blame import Blame, describe_fault, members_to_leave_out
+from composer_replication.replica.lighthouse import CONNECT_TIMEOUT_S
+from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.peer_client import PeerClient
 from composer_replication.replica.quorum import (
     MemberReport,
     MemberReports,
     PreviousQuorum,
-    at_fault,
-    describe_fault,
     group_name,
-    group_names,
     has_lighthouse_restarted,
     members_before,
-    members_to_leave_out,
     other_settings,
     read_handle,
     restrict_quorum,
@@ -51,10 +48,6 @@ class QuorumDeclined(Exception):
 
     All members of the quorum come to this conclusion. Each asks for a quorum again.
     """
-
-
-class AtFaultError(ConnectionError):
-    """Syncs have failed because of this group for too long, so it leaves and the others go on."""
 
 
 @dataclass(eq=False, repr=False)
@@ -113,13 +106,8 @@ class QuorumMember:
 
     Attributes:
         reports: Those of the members of the last quorum.
-        fault: Which group made the last sync fail: ``this`` one, ``another`` one (also if one has
-            joined or left since), or None if it did not fail or nobody can be named.
+        blame: Who made the last sync fail.
     """
-
-    LEAVES_AFTER_S = 30.0
-    """For how long the member at fault tries again, in seconds. No group leaves for an interruption
-    of 20 s."""
 
     name: str
     own: MemberReport
@@ -133,10 +121,7 @@ class QuorumMember:
 
     def __post_init__(self) -> None:
         self.reports: MemberReports = {}
-        self.fault: str | None = None
-        self._leave_reason = ""
-        self._at_fault_since: float | None = None
-        self._managers: dict[str, str] = {}
+        self.blame = Blame(self.name, self.rank)
         self._recheck = Recheck({}, self.find_unreachable)
         self._warned: dict[str, set[str]] = {}
 
@@ -152,8 +137,8 @@ class QuorumMember:
         Raises:
             AtFaultError: Syncs have failed because of this group for too long.
         """
-        if self._leave_reason and self.own.connection is None:  # the sync has failed again
-            raise AtFaultError(self._leave_reason)
+        if self.own.connection is None:  # the sync has failed again
+            self.blame.check_may_stay()
         settings = dict(self.own.settings)
         if self.own.previous is not None:
             # They are long, and only needed to say why a joiner is refused.
@@ -214,7 +199,9 @@ class QuorumMember:
         if not is_used:
             raise QuorumDeclined
         self.missing.deadline = None
-        self._assign_blame(reports)
+        self.blame.assign(reports)
+        self.own.unreachable = ()  # the errors of that sync
+        self.own.has_failed = False
         if self.num_ranks == 1:  # another rank might leave out others
             reports = self._without_unreachable(reports, handles)
         self.reports = reports
@@ -362,39 +349,6 @@ class QuorumMember:
                     do_ranks_agree(False)
                 raise kind(reason)
 
-    def _assign_blame(self, reports: MemberReports) -> None:
-        """Note which group made the last sync fail, and forget this group's errors of that sync.
-
-        The group at fault does not leave at once: the other members have it in their quorum, and
-        would wait for it there. It leaves when the sync in this quorum has failed too. The others
-        do not count these failures, so they stay.
-        """
-        culprit = at_fault(reports)
-        managers = {name: report.manager for name, report in reports.items()}
-        gone = {*map(group_name, self._managers)}.difference(map(group_name, managers))
-        if gone and self.rank == 0:
-            log.warning("No longer in the quorum: replica group %s", group_names(gone))
-        # A member whose manager server has another address has been started again.
-        has_changed = managers != self._managers
-        self._managers = managers
-        self.own.unreachable = ()
-        self.own.has_failed = False
-        self._leave_reason = ""
-        if culprit != self.name:
-            self._at_fault_since = None
-            self.fault = "another" if culprit is not None or has_changed else None
-            return
-        self.fault = "this"
-        now = time.monotonic()
-        if self._at_fault_since is None:
-            self._at_fault_since = now
-        seconds = now - self._at_fault_since
-        if seconds > self.LEAVES_AFTER_S:
-            self._leave_reason = (
-                f"for {seconds:.0f} s syncs have failed because of this replica group: "
-                f"{describe_fault(self.name, reports)}. It leaves, and the others go on"
-            )
-
     def _without_unreachable(
         self,
         reports: dict[str, MemberReport],
@@ -447,110 +401,3 @@ class Recheck:
     def stop(self) -> None:
         """End the thread, at most ``EVERY_S`` seconds later."""
         self._stopped.set()
-
-
-class MissingMembers:
-    """The members of the previous quorum for which this group waits before it uses a new quorum.
-
-    A lighthouse that has been restarted, or that nobody could reach for a while, gives the first
-    group that asks a quorum of its own. If that group trained on alone, the run would fork. So it
-    declines the quorum and asks again, until the others are in it or count as dead.
-
-    Args:
-        read_alive: Reads the names of the members that have sent the lighthouse a heartbeat lately;
-            empty if the lighthouse does not answer.
-
-    Attributes:
-        names: The lighthouse's names of the members waited for.
-        deadline: When the wait for them ends, by ``time.monotonic``. None: ``STRAGGLER_TIMEOUT_S``
-            after ``wait`` was first called for this quorum.
-    """
-
-    HEARTBEAT_WITHIN_S = 5.0
-    """How long a restarted lighthouse may take to receive a heartbeat of a living member."""
-
-    GONE_WITHIN_S = 1.0
-    """How long a member that this lighthouse has shown as alive may be missing on its page until it
-    counts as dead. Members send a heartbeat every 0.1 s."""
-
-    WAIT_FOR_LIVING_S = 4.0
-    """How long to wait for a member that is alive and not in the quorum. One whose request failed
-    asks again after 1 s. A member that was too slow for the lighthouse's join timeout, or that
-    hangs, also looks like this, so the wait is short."""
-
-    POLL_S = 0.1
-
-    def __init__(self, read_alive: Callable[[], frozenset[str]]) -> None:
-        self.read_alive = read_alive
-        self.names: frozenset[str] = frozenset()
-        self.deadline: float | None = None
-        self._seen: frozenset[str] = frozenset()
-        """Those of ``names`` that the lighthouse's page has shown as alive."""
-
-    def add_all(self, members: Iterable[str]) -> None:
-        """Wait for all these members: the lighthouse has been restarted and knows none of them."""
-        self.names = self.names.union(members)
-        self._seen = frozenset()
-
-    def add_living(self, members: frozenset[str]) -> None:
-        """Wait for those of these members that the lighthouse's page shows as alive.
-
-        The wait has one deadline: for a member that stays alive and never asks for a quorum the
-        group waits once, and not in every quorum that lacks it (``has_waited``).
-        """
-        living = members & self.read_alive()
-        if living:
-            log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
-            self.deadline = self.deadline or time.monotonic() + self.WAIT_FOR_LIVING_S
-            self.names |= living
-            self._seen |= living
-
-    @property
-    def has_waited(self) -> bool:
-        """Whether this group has waited for members that are alive until its deadline."""
-        return self.deadline is not None and time.monotonic() >= self.deadline
-
-    def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
-        """Also wait for the members that others wait for, and no longer for those in the quorum.
-
-        Args:
-            reported: The members for which each member of the quorum waits. If they disagreed, one
-                would use the quorum and wait in it for another that has declined it.
-            present: The members of the quorum.
-        """
-        self.names = self.names.union(*reported).difference(present)
-        self._seen &= self.names
-
-    def wait(self, began: float) -> None:
-        """Give the lighthouse time to hear of the missing members, then give up on the dead ones.
-
-        Args:
-            began: When this group first asked for the quorum, by ``time.monotonic``.
-        """
-        since = time.monotonic()
-        # Members that are alive need a moment to ask too. Without this pause the group would ask
-        # again at once, and a lighthouse that has all members it knows of answers at once.
-        time.sleep(self.POLL_S)
-        while True:
-            alive = self.read_alive()
-            silent = self.names - alive
-            if not silent:
-                break
-            self._seen |= self.names & alive
-            has_stopped = bool(alive) and silent <= self._seen
-            limit_s = self.GONE_WITHIN_S if has_stopped else self.HEARTBEAT_WITHIN_S
-            if time.monotonic() > since + limit_s:
-                if alive:
-                    self._drop(silent, "has not heard of")
-                    return
-                break  # The lighthouse is away again, or its page cannot be read from here.
-            time.sleep(self.POLL_S)
-        if self.has_waited or time.monotonic() - began > STRAGGLER_TIMEOUT_S:
-            self._drop(self.names, "was not asked for a quorum by")
-
-    def _drop(self, names: frozenset[str], reason: str) -> None:
-        if names:
-            log.warning(
-                "Going on without those that the lighthouse %s: %s", reason, group_names(names)
-            )
-            self.names -= names

@@ -21,9 +21,9 @@ from integration.test_faults import Scalar
 
 import composer_replication.replica.manager as manager_module
 from composer_replication import DiLoCo, SyncError
+from composer_replication.replica.blame import AtFaultError, Blame
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.peer_client import PeerError
-from composer_replication.replica.quorum_member import AtFaultError, QuorumMember
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ def train(
     All have ``ENOUGH`` syncs after that. The group ``first`` then ends, unless it has had to leave
     before, and the others end after it.
     """
-    QuorumMember.LEAVES_AFTER_S = LEAVES_AFTER_S
+    Blame.LEAVES_AFTER_S = LEAVES_AFTER_S
     model = Scalar()
     lost = syncs_after = retries = 0
     ended, last, longest = None, time.monotonic(), 0.0

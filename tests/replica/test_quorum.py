@@ -9,15 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from composer_replication.replica.blame import at_fault, members_to_leave_out
 from composer_replication.replica.lighthouse import LighthouseStatus, Member
 from composer_replication.replica.quorum import (
     MemberReport,
     PreviousQuorum,
-    at_fault,
     check_ranks,
     has_lighthouse_restarted,
     members_before,
-    members_to_leave_out,
     other_settings,
     restrict_quorum,
     second_holders,

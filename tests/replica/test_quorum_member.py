@@ -14,8 +14,10 @@ import pytest
 from waiting import wait_until
 
 from composer_replication.options import DuplicateIdError
-from composer_replication.replica import quorum_member
+from composer_replication.replica import blame, missing_members
+from composer_replication.replica.blame import AtFaultError, Blame
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
+from composer_replication.replica.missing_members import MissingMembers
 from composer_replication.replica.peer_client import proof
 from composer_replication.replica.quorum import (
     MemberReport,
@@ -24,8 +26,6 @@ from composer_replication.replica.quorum import (
     write_handle,
 )
 from composer_replication.replica.quorum_member import (
-    AtFaultError,
-    MissingMembers,
     QuorumDeclined,
     QuorumFailed,
     QuorumMember,
@@ -65,7 +65,8 @@ def quorum_of(handles, own, quorum_id=3):
 def clock(monkeypatch):
     """A clock that stands still until a test sets it."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(quorum_member, "time", clock)
+    monkeypatch.setattr(blame, "time", clock)
+    monkeypatch.setattr(missing_members, "time", clock)
     return clock
 
 
@@ -104,7 +105,7 @@ class Groups:
         return {name[0] for name in self.member[letter].missing.names}
 
     def blamed(self, letters):
-        return [self.member[letter].fault for letter in letters]
+        return [self.member[letter].blame.fault for letter in letters]
 
     def quorum(self, quorum_id, letters, fails="", left_out=""):
         """What becomes of this quorum: declined, kept or connected.
@@ -279,7 +280,7 @@ def test_members_that_began_to_wait_at_other_times_stop_together(clock):
 def test_the_member_at_fault_leaves_after_a_time_and_the_others_count_nothing(clock):
     groups = Groups("abc", min_replica_size=3)  # so that nobody is left out
     groups.quorum(1, "abc")
-    limit = QuorumMember.LEAVES_AFTER_S
+    limit = Blame.LEAVES_AFTER_S
     for clock.now in [0.0, limit / 2, limit]:
         groups.cannot_reach("c", "a", "b")
         groups.quorum(1, "abc")
@@ -545,7 +546,7 @@ class Situation:
     def __init__(self, monkeypatch, **heard_from):
         self.now, self.heard_from, self.died = 0.0, heard_from, {}
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(quorum_member, "time", clock)
+        monkeypatch.setattr(missing_members, "time", clock)
         self.missing = MissingMembers(self.read_alive)
         self.missing.add_all(["b:1", "c:1"])
 

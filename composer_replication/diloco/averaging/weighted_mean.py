@@ -41,7 +41,9 @@ class WeightedMean:
 
     Attributes:
         device: Where the messages live, and the model.
-        messages: This group's values and weight, 1-D fp32, which ``send`` sums in place.
+        messages: This group's values, in buckets of ``Division.bucket`` elements, and its weight:
+            1-D fp32 where the model is, which ``send`` sums in place. How they leave an accelerator
+            is in ``InterruptibleManager._carried``.
         flat: The memory of all ranks' shares, of which this rank's has what is sent.
         sums: ``divisor`` times the mean, 1-D fp32: this rank's share of each tensor. ``divisor`` is
             the sum of all weights, or 1 where the messages have the mean itself.
