@@ -1,8 +1,8 @@
 """What the members of a quorum report to each other, and what follows from it.
 
 Reports travel in the handles that torchft passes around. The members of a quorum call the functions
-below with the same reports, so all come to the same conclusion: who leaves, is left out, is waited
-for or is blamed. ``QuorumMember`` acts on it.
+below with the same reports, so all come to the same conclusion: who leaves, and who is waited for.
+Who is blamed is in ``blame.py``. ``QuorumMember`` acts on both.
 """
 
 from __future__ import annotations
