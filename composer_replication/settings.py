@@ -132,9 +132,9 @@ class SettingKeywords(TypedDict, total=False):
     """
 
     max_sync_retries: Annotated[int, 8]
-    """How often in a row a sync is retried that did not commit, if no other group is known to have
-    caused it. It is also in how many committed syncs in a row a group's pseudo-gradient may be left
-    out as not sound: at the next, it leaves.
+    """How often in a row a sync is retried that did not commit, if no group is known to have caused
+    it. It is also in how many committed syncs in a row a group's pseudo-gradient may be left out as
+    not sound: at the next, it leaves.
     """
 
 

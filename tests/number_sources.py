@@ -147,12 +147,11 @@ def gains(name: str, of: str = "all") -> Values:
         of: ``rows``, ``jobs`` or both, ``all``; ``fine-tuned``.
     """
     with study_modules() as load:
-        warm, lines = load("warm"), load("lines")
+        warm = load("warm")
         rows = [*warm.ROWS]
         jobs = [job for job in warm.EVERY_JOB if not isinstance(job, warm.Row)]
         sets = {"rows": rows, "jobs": jobs, "all": rows + jobs, "fine-tuned": warm.FINE_TUNED}
-        known = warm.Known(lines.read(lines.WARM), lines.read_all())
-        found = warm.gains_of(known, name, sets[of])
+        found = warm.gains_of(warm.results(), name, sets[of])
         return Values(
             count=len(found),
             below=sum(gain < 0 for gain in found),
@@ -170,11 +169,10 @@ def warm_up_costs() -> Values:
     Of the jobs in which it is more than noise. Fine-tuning is not among them.
     """
     with study_modules() as load:
-        warm, lines = load("warm"), load("lines")
-        known = warm.Known(lines.read(lines.WARM), lines.read_all())
+        warm = load("warm")
         costs = sorted(
             each.above_at_once.mean
-            for each in warm.shipped(known)
+            for each in warm.shipped(warm.results())
             if each.above_at_once.low > 0 and each.job not in warm.FINE_TUNED
         )
         return Values(count=len(costs), least=costs[0], most=costs[-1])

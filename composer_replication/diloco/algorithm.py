@@ -100,8 +100,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         TimeoutError: On entering, if too few groups were connected in time.
         NothingToContinueFromError: On entering, if all are connected and none may begin the run
             (``start_refusal``).
-        SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries that no
-            other group has caused.
+        SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries in a row
+            that no group is known to have caused (``SyncRetries``).
         DivergenceError: From there too, if this group's global parameters are not the others'.
         ValueError: In training, if the weights change and ``inner_optimizer`` does not step: from
             the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
@@ -287,7 +287,7 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         ended, without contributing, so that all end on the same parameters.
 
         Raises:
-            SyncError: A sync failed more than ``max_sync_retries`` times.
+            SyncError: A sync did not commit, see the class.
             DivergenceError: This group's global parameters differ from the others'.
             ValueError: The weights were trained and no inner step was counted. They stay as they
                 are.

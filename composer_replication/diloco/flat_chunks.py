@@ -46,7 +46,12 @@ class Chunk(NamedTuple):
         tensors: Sequence[Tensor],
         flat: Tensor,
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of the chunk in a flat buffer, and for each the part of a tensor, of its shape."""
+        """Views of ``flat``, and for each the part of a tensor, of its shape.
+
+        Args:
+            tensors: The tensors, by index.
+            flat: 1-D, of the chunk's size: the chunk's slice of a flat buffer.
+        """
         views: list[Tensor] = []
         parts: list[Tensor] = []
         slices = flat.split(self.sizes)

@@ -293,10 +293,11 @@ class GlobalParameters:
         odd: Collection[int],
         weight: float,
     ) -> None:
-        """Pack the pseudo-gradient: what the model had after the last sync, minus what it has now.
+        """Pack the pseudo-gradient: the global parameters, minus what the model has now.
 
-        The model may have a smaller dtype than the global parameters. What was rounded when they
-        were written into it is no training, and would take back what other groups have learnt.
+        The model may have a smaller dtype than these: they are rounded to it first. What was
+        rounded when they were written into it is no training, and would take back what other groups
+        have learnt.
 
         Args:
             mean: Packs it.

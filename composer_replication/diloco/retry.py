@@ -34,8 +34,8 @@ LOG_EVERY_S = 30.0
 """Seconds between two log lines while groups are missing."""
 
 MAX_FAILED_JOINS = 2
-"""After how many attempts to join that fail because of this group it leaves. Each failure also
-costs the groups in training an attempt of their sync, so the number is small."""
+"""After how many attempts to join in a row that no other group has made fail this group leaves.
+Each also costs the groups in training an attempt of their sync, so the number is small."""
 
 
 class SyncError(RuntimeError):
@@ -111,7 +111,7 @@ class Waiting:
 
 
 class SyncRetries:
-    """Waits after each failed attempt, and counts those that no other group has caused.
+    """Waits after each failed attempt, and counts those that nobody is known to have caused.
 
     Global parameters do not change before the vote, so a retry sends again what the attempt has
     sent, with the inner steps taken since. (torchft resets the model and drops the round.)
@@ -119,9 +119,9 @@ class SyncRetries:
     A failed attempt counts against ``max_sync_retries`` if no group is known to have caused it
     (``Blame.fault``; with a stock torchft Manager none ever is). After one that is known the count
     begins again: a group in training that causes failures leaves by ``Blame``, after a while. A
-    joiner leaves after ``MAX_FAILED_JOINS`` that it has caused. Two kinds do not count: where fewer
-    than ``min_replica_size`` groups were connected this group waits for the others to return, and
-    the attempt after a first doubt finds whom to leave out.
+    joiner's own failures count too, up to ``MAX_FAILED_JOINS``. Two kinds do not count: if nothing
+    but the number of groups, below ``min_replica_size``, kept a sync from committing, this group
+    waits for the others to return; and the attempt after a first doubt finds whom to leave out.
 
     Args:
         manager: The torchft manager, or its simulated double.
@@ -202,15 +202,17 @@ class SyncRetries:
         max_retries = self._state.settings.max_sync_retries
         if is_joining:
             limit = MAX_FAILED_JOINS - 1
+            fix = "start this group again"
         else:
             rank = self._manager.participating_rank() or 0
             limit = max_retries + self._manager.num_participants() - 1 - rank
+            fix = f"raise max_sync_retries={max_retries}"
         if self._num_unexplained > limit:
             error = SyncError(
                 f"the sync after outer step {self._state.outer_step} did not commit in "
                 f"{self._num_unexplained} attempts, the last one because {cause}. Local "
                 "parameters are kept. Check that the other replica groups and the lighthouse are "
-                f"alive, or raise max_sync_retries={max_retries}"
+                f"alive, or {fix}"
             )
             # The others are in a quorum with this group, and must not wait for it.
             self._manager.report_error(error)

@@ -23,9 +23,9 @@ class AtFaultError(ConnectionError):
 class Blame:
     """Whom the failure of the last sync is blamed on, from quorum to quorum.
 
-    The group at fault does not leave at once: the other members have it in their quorum, and would
-    wait for it there. It leaves when the sync in this quorum has failed too. The others do not
-    count these failures, so they stay.
+    The group at fault tries again for ``LEAVES_AFTER_S``. Even then it does not leave at once: the
+    other members have it in their quorum, and would wait for it there. It leaves when the sync in
+    this quorum has failed too. The others do not count these failures, so they stay.
 
     Args:
         name: The lighthouse's name of this member.

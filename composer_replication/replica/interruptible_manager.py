@@ -173,8 +173,8 @@ class InterruptibleManager(Manager):
         """Vote, as torchft does. A signal can interrupt the wait.
 
         The vote waits for the other ranks of the group, one of which may have died. On a thread of
-        its own it blocks no signal. It synchronises the device of that thread, and a heal loads
-        there: both on the stream of the calling thread.
+        its own it blocks no signal. torchft synchronises that thread's current stream there, so it
+        is made the one of the calling thread.
         """
         available = torch.accelerator.is_available()
         stream = torch.accelerator.current_stream() if available else None

@@ -103,9 +103,9 @@ class ReplicaManager(InterruptibleManager):
     ``start_quorum`` is a sync's quorum from top to bottom: what the last error was, asking until
     there is a quorum that its members use, and then torchft's part, which connects and heals.
 
-    Threads: a thread of the executor asks for each quorum, connects and heals; the main thread
-    waits for it in ``start_quorum``. So the methods below run on one thread at a time, except
-    ``report_error``, which gloo's threads call too.
+    Threads: a thread of the executor asks for each quorum, connects and downloads a heal's state;
+    the main thread waits for it in ``start_quorum``, and takes the state over. So the methods below
+    run on one thread at a time, except ``report_error``, which gloo's threads call too.
 
     Args:
         options: Of this group, with how peers reach this machine. ``hostname=None``: its host name,

@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 DEFAULTS = HERE / "defaults.jsonl"
 WARM = HERE / "warm.jsonl"
+PICTURES = HERE / "pictures.jsonl"
 
 Lines = Mapping[str, Mapping[str, Any]]
 

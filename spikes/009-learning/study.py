@@ -31,8 +31,10 @@ from typing import NamedTuple
 import defaults
 import warm
 from cells import Cell
-from lines import DEFAULTS, HERE, RESULTS, WARM, Lines, append, read, read_all
+from lines import DEFAULTS, HERE, PICTURES, RESULTS, WARM, Lines, append, read, read_all
 from plan import cells
+
+STUDIES = "learning", "defaults", "warm", "pictures"
 
 
 class Work(NamedTuple):
@@ -140,7 +142,7 @@ def main() -> None:
     running.add_argument("--stop", type=Path, default=HERE / "stop", help="a file that ends it")
     left = commands.add_parser("left", help="say how much is missing")
     for each in (running, left):
-        each.add_argument("--study", choices=("learning", "defaults", "warm"), default="learning")
+        each.add_argument("--study", choices=STUDIES, default="learning")
         each.add_argument("--stage", help="of learning, only this one: see plan.py")
         each.add_argument("--results", type=Path, help="its file, if not the one that is here")
     given = parser.parse_args()
@@ -149,6 +151,8 @@ def main() -> None:
         results, wanted = DEFAULTS, partial(defaults.wanted, others=read(RESULTS))
     elif given.study == "warm":
         results, wanted = WARM, partial(warm.wanted, others=read_all())
+    elif given.study == "pictures":
+        results, wanted = PICTURES, partial(warm.wanted_pictures, others=read_all())
     results = given.results or results
     if given.command == "run":
         until = time.time() + given.hours * 3600

@@ -1,6 +1,7 @@
 """The study of the outer optimizer's warm-up: its jobs, its candidates, their order, and the gain.
 
     python spikes/009-learning/study.py run --study warm --workers 1   # trains what is missing
+    python spikes/009-learning/study.py run --study pictures           # five seeds, on one machine
     python spikes/009-learning/warm.py                                 # what came out so far
 
 ``warm.md`` has the question and the design.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from candidates import GRID, JOBS, OUTSIDE, SAMPLES, SEEDS, Job, data_parallel, reference
 from cells import Cell
-from lines import WARM, Lines, read, read_all
+from lines import PICTURES, WARM, Lines, read, read_all
 from paired import Difference, compare
 
 HOURS = 25.0
@@ -109,8 +110,11 @@ MOST_EXPENSIVE = _BY_COST[-2:]
 EVERY_JOB = (*ROWS, *FINE_TUNED, *CHEAP, *OTHERS, *MOST_EXPENSIVE)
 
 
-PICTURES = "cnn"
+OF_PICTURES = "cnn"
 """A model whose loss differs by some percent on another processor: all of its arms are trained."""
+
+FIVE_SEEDS = (*SEEDS, 4, 5)
+"""Those of ``wanted_pictures``."""
 
 
 class Known(NamedTuple):
@@ -121,8 +125,13 @@ class Known(NamedTuple):
 
     def line(self, cell: Cell) -> Mapping[str, Any] | None:
         """The result of a training; None if it has to be trained."""
-        others = {} if cell.model == PICTURES else self.others
+        others = {} if cell.model == OF_PICTURES else self.others
         return self.done.get(cell.key, others.get(cell.key))
+
+
+def results() -> Known:
+    """All that was trained. In the jobs on pictures the lines of one machine count."""
+    return Known({**read(WARM), **read(PICTURES)}, read_all())
 
 
 def base_of(job: Job | Row, known: Known) -> Cell | None:
@@ -198,6 +207,23 @@ def wanted(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
     yield from dict.fromkeys(cell for cell in _in_order(known) if known.line(cell) is None)
 
 
+def wanted_pictures(done: Lines, others: Lines = MappingProxyType({})) -> Iterator[Cell]:
+    """What ships and the finalist with five seeds, in the jobs on pictures in which they differ.
+
+    The references are trained beside them: one machine gives all of these losses.
+    """
+    known = Known(done)
+    for seed, job in product(FIVE_SEEDS, JOBS):
+        if job.model == OF_PICTURES and outer_steps(job.steps, job.sync_every) > SHORT_ROUNDS:
+            base = base_of(job, Known(others))
+            assert base is not None, "data parallel's rates are in defaults.jsonl"
+            its = trainings(job, base)
+            for name in (BASE, ALONE, MOMENTUM_AT_ONCE, CHOSEN, FINALIST):
+                cell = its[name].with_seed(seed)
+                if known.line(cell) is None:
+                    yield cell
+
+
 def _in_order(known: Known) -> Iterator[Cell]:
     first, more = SEEDS[:1], SEEDS[1:]
     yield from _of([*ROWS, *CHEAP], known, NAMES, first)
@@ -250,7 +276,7 @@ def losses(job: Job | Row, known: Known) -> dict[str, dict[int, float]]:
     base = base_of(job, known)
     found = {}
     for name, cell in (trainings(job, base) if base else {}).items():
-        lines = {seed: known.line(cell.with_seed(seed)) for seed in SEEDS}
+        lines = {seed: known.line(cell.with_seed(seed)) for seed in FIVE_SEEDS}
         bits = {seed: line["bits"] for seed, line in lines.items() if line is not None}
         found[name] = {seed: b if math.isfinite(b) else math.inf for seed, b in bits.items()}
     return found
@@ -419,10 +445,10 @@ def beside_what_ships(known: Known, candidate: str) -> str:
 
 
 def main() -> None:
-    done = read(WARM)
-    hours = sum(line["cpu_seconds"] for line in done.values()) / 3600
+    done = [*read(WARM).values(), *read(PICTURES).values()]
+    hours = sum(line["cpu_seconds"] for line in done) / 3600
     print(f"{len(done)} trainings in {hours:.1f} of {HOURS:g} processor hours\n")
-    known = Known(done, read_all())
+    known = results()
     print(f"{report(known)}\n\n{report_of_shipped(known)}")
     for name in (FINALIST, SOONER):
         print(f"\n{beside_what_ships(known, name)}")

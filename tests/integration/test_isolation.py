@@ -225,6 +225,7 @@ def one_resumes_and_cannot_heal(group: Process) -> dict[str, Any]:
 def test_a_resumed_group_that_cannot_heal_leaves_soon_and_takes_nobody_along():
     first, second, joiner = run_groups(one_resumes_and_cannot_heal, 3)
     assert "did not commit in 2 attempts" in joiner["ended"]
+    assert "start this group again" in joiner["ended"]
     assert "it does not accept the token" in joiner["ended"]
     for member in (first, second):
         assert member["ended"] is None and member["lost"] == 0 and member["syncs_after"] > 3

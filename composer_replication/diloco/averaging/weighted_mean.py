@@ -301,8 +301,8 @@ class WeightedMean:
     def finish(self) -> float:
         """Return ``sum(c_i)``. At 0 no group has contributed, and there is no mean.
 
-        Call it after all Works of ``send`` have ended without an error and the vote has passed: a
-        retry has to pack the values again, which is not possible afterwards.
+        Call it after all Works of ``send`` have ended without an error and the vote has passed. It
+        may note what was rounded for the next sync, so this one is not to be repeated afterwards.
         """
         self.divisor = float(self.messages[-1])
         return self.divisor

@@ -219,9 +219,9 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         """Return the state that was downloaded, or another one if the peers have committed since.
 
         Call it right before the quorum, and prepare what it returns; that takes time, so call it
-        again until it returns a state of the same name. None if nothing was downloaded. After a
-        download that began right after a commit it asks no more: if the peers have committed again,
-        ``recv_checkpoint`` downloads in the quorum.
+        again until it returns a state of the same name. None if nothing was downloaded. Once it has
+        waited for a commit and downloaded right after that, it asks no more: if the peers have
+        committed again, ``recv_checkpoint`` downloads in the quorum.
 
         Raises:
             PeerError: See ``fetch``.
