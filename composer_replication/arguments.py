@@ -196,6 +196,7 @@ def check_seconds(name: str, value: object, alternative: str = "") -> None:
     Raises:
         ValueError: The value is not a finite number above 0.
     """
-    if not isinstance(value, int | float) or not 0 < value < math.inf:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # pyright: ignore
         bounds = "a number of seconds above 0" + (f", or {alternative}" if alternative else "")
         raise ValueError(f"{name}={value!r}: use {bounds}")

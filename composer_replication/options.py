@@ -69,7 +69,9 @@ class SyncKeywords(WaitKeywords, total=False):
     """One replica group's own options of ``DiLoCo``."""
 
     start_timeout_s: Annotated[float, 600.0]
-    """How long a cold start waits for the other groups, in seconds."""
+    """How long a cold start waits for the other groups, in seconds. It is looked at between two
+    quorums: for how long it waits for the first one, ``give_up_after_s`` says.
+    """
 
     on_start_timeout: Annotated[OnStartTimeout, "error"]
     """What happens after that: ``error``, or ``start`` with those connected."""
@@ -117,7 +119,9 @@ class ManagerKeywords(WaitKeywords, total=False):
     """Fewest groups in a quorum that may commit; equal in all groups."""
 
     timeout: Annotated[float, 60.0]
-    """Limit of a collective, a vote and a heal's download, in seconds."""
+    """Limit of a collective and of a vote, in seconds. A heal's download has a second more for each
+    megabyte.
+    """
 
     hostname: Annotated[str | None, None]
     """How peers reach this machine. Its store, manager, process group and peer server listen on
@@ -287,8 +291,8 @@ class ReplicaEnv:
         return cls(
             replica_id=environ.get("REPLICA_GROUP_ID"),
             num_replicas=None if count is None else int(count),
-            lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE"),
-            run_dir=environ.get(RUN_DIR),
+            lighthouse_addr=environ.get("TORCHFT_LIGHTHOUSE") or None,
+            run_dir=environ.get(RUN_DIR) or None,
             tokens=read_tokens(environ.get(TOKEN, "")),
             coordinator_addr=environ.get(COORDINATOR) or None,
             hang_timeout_s=_seconds(environ, HANG_TIMEOUT),

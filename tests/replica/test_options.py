@@ -138,6 +138,11 @@ def test_no_variable_that_is_read_is_warned_of(caplog):
     assert caplog.messages == []
 
 
+def test_an_empty_variable_is_none():
+    empty = dict.fromkeys(DOCUMENTED - {"REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS"}, "")
+    assert ReplicaEnv.from_env(empty) == ReplicaEnv.from_env({})
+
+
 def test_the_environment_is_checked_like_an_argument():
     with pytest.raises(ValueError, match="min_replica_size=3 is above num_replicas=2: no sync"):
         ReplicaOptions(min_replica_size=3).with_environment({"NUM_REPLICA_GROUPS": "2"})
@@ -151,7 +156,7 @@ COUNTS = {"min_replica_size": 1, "num_replicas": 1, "digest_every": 0}
 
 @pytest.mark.parametrize(
     ("name", "value", "use"),
-    [(n, v, "a number of seconds") for n in SECONDS for v in (0, -1.0, math.inf, math.nan, "60")]
+    [(n, v, "a number of seconds") for n in SECONDS for v in (0, -1.0, math.inf, math.nan, "60", True)]
     + [(n, v, f"an integer of at least {least}") for n, least in COUNTS.items() for v in (-1, 1.0)],
 )
 def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name, value, use):
