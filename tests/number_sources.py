@@ -246,7 +246,10 @@ def rows(names: str, *runs: Mapping[str, Any]) -> list[Any]:
 def plan(
     n: float, step_s: float, k: int, link: float, rtt_s: float, steps: int, **settings: Any
 ) -> list[float]:
-    """A recipe: what is given, then percent in inner steps, GB a round, hours, and those alone."""
+    """A recipe: what is given, then percent in inner steps, GB a round, hours, and those alone.
+
+    The rounds are those of the default schedule: short ones first.
+    """
     its = DiLoCoSettings(**settings)
     run = PlannedRun(
         params=n,
@@ -256,19 +259,26 @@ def plan(
         rtt_s=rtt_s,
         settings=its,
     )
-    share = run.train_s / (run.train_s + run.blocked_s)
     hours = steps * step_s / 3600
+    blocked_hours = _num_rounds(its, steps) * run.blocked_s / 3600
+    share = hours / (hours + blocked_hours)
     given = [k, steps, step_s, link / 1e6, 1000 * rtt_s, its.sync_every, its.num_fragments]
     sent = run.bytes_per_sync * its.num_fragments / 1e9
-    return [*given, its.fragment_sync_delay, 100 * share, sent, hours / share, hours]
+    return [*given, its.fragment_sync_delay, 100 * share, sent, hours + blocked_hours, hours]
 
 
 def sent_less(sync_every: int, steps: int) -> list[float]:
     """Both, and how many times fewer bytes than data parallel a group sends, in float32."""
-    settings, ends = DiLoCoSettings(sync_every=sync_every), [0]
-    while ends[-1] < steps:
-        ends.append(min(steps, ends[-1] + settings.sync_every_at(len(ends))))
-    return [sync_every, steps, steps / (len(ends) - 1)]
+    return [sync_every, steps, steps / _num_rounds(DiLoCoSettings(sync_every=sync_every), steps)]
+
+
+def _num_rounds(settings: DiLoCoSettings, steps: int) -> int:
+    """How many rounds so many inner steps have, the last of which may be cut off."""
+    count = ended = 0
+    while ended < steps:
+        ended += settings.sync_every_at(count * settings.num_fragments + 1)
+        count += 1
+    return count
 
 
 def sources() -> dict[str, Any]:
