@@ -156,7 +156,11 @@ COUNTS = {"min_replica_size": 1, "num_replicas": 1, "digest_every": 0}
 
 @pytest.mark.parametrize(
     ("name", "value", "use"),
-    [(n, v, "a number of seconds") for n in SECONDS for v in (0, -1.0, math.inf, math.nan, "60", True)]
+    [
+        (n, v, "a number of seconds")
+        for n in SECONDS
+        for v in (0, -1.0, math.inf, math.nan, "60", True)
+    ]
     + [(n, v, f"an integer of at least {least}") for n, least in COUNTS.items() for v in (-1, 1.0)],
 )
 def test_a_number_out_of_range_is_refused_with_its_name_and_the_range(name, value, use):
