@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +114,7 @@ def train_with_fabric(process, job):
 @pytest.mark.integration
 def test_groups_of_two_ranks_of_fabric_follow_the_trace_that_was_computed_by_hand(tmp_path):
     pytest.importorskip("lightning")
-    host = SimpleNamespace(train=lambda job: as_processes(train_with_fabric, job, 2))
+    host = SimpleNamespace(train=partial(as_processes, train_with_fabric))
     check_trace(host, ranks=2, folder=tmp_path)
 
 
