@@ -84,7 +84,7 @@ def test_composer_without_our_callback_loads_the_global_weights(tmp_path):
     theta, _ = fit.others[0].seen[6]
     trainer = trainer_of(replica_id=9, load_path=str(tmp_path / "0/ba6.pt"))
     trainer.close()
-    assert are_equal(theta, dict(trainer.state.model.named_parameters()))
+    assert are_equal(theta, parameters_of(trainer.state.model))
 
 
 def test_what_is_ours_in_it_needs_no_leave_to_be_unpickled(tmp_path):
@@ -202,7 +202,7 @@ def test_after_the_fit_evaluators_and_savers_see_the_global_weights(tmp_path, fi
         theta = before if final_sync else thetas.seen[14][0]
         trainer.eval()
         trainer.save_checkpoint(str(tmp_path / "after.pt"))
-        assert are_equal(before, dict(model.named_parameters()))
+        assert are_equal(before, parameters_of(model))
         assert final_sync == are_equal(before, theta)
         trainer.close()
         return theta, loss_seen_by(trainer)
