@@ -49,6 +49,22 @@ def mean_of(share, groups, weights=(1.0,)):
     return means[0]
 
 
+def are_equal(one, other):
+    """Of containers too, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_equal, one, other))
+    return one == other
+
+
+def parameters_of(model):
+    """Copies of a model's parameters, by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 def muon_by_shape(parameters, **arguments):
     """Muon for every matrix, AdamW for the rest; no names are needed."""
     parameters = list(parameters)

@@ -18,6 +18,13 @@ os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 gc.disable()  # until all tests are imported: it would look at all that they import
 
 
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable says where other groups are."""
+    for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.hookimpl(trylast=True)  # after -m has left some out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests so that xdist's workers end at about the same time.

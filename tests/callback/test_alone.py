@@ -18,11 +18,7 @@ from composer_replication.data.loader import ReplicaDataLoader
 from composer_replication.training import load_config
 from composer_replication.training import train as train_config
 
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def alone(**diloco):

@@ -82,9 +82,7 @@ def test_a_handler_of_a_subclass_is_called_too():
         ({"replica_id": 0}, "lighthouse_addr=None: no lighthouse is named. Start"),
     ],
 )
-def test_what_the_environment_lacks_is_named_when_training_starts(monkeypatch, arguments, message):
-    for variable in ("REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE"):
-        monkeypatch.delenv(variable, raising=False)
+def test_what_the_environment_lacks_is_named_when_training_starts(no_network, arguments, message):
     trainer = trainer_of(DiLoCoCallback(**arguments), max_duration="1ba")
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer.fit()
@@ -282,14 +280,6 @@ def test_a_manager_that_was_given_is_good_for_one_fit():
 
 
 # ---- its life -------------------------------------------------------------------------------
-
-
-def test_without_a_final_sync_the_last_steps_stay_local():
-    fit = fit_alone(max_duration="3ba", diloco={"final_sync": False})
-    assert fit.result["outer_steps"] == 1
-    before = fit.callback.state_dict()["local"]
-    assert before.keys() == fit.weights.keys()
-    assert all(torch.equal(fit.weights[name], local) for name, local in before.items())
 
 
 def test_who_is_slow_at_the_end_of_the_fit_holds_nobody_up():

@@ -7,7 +7,7 @@ simulation's.
 import logging
 
 import pytest
-import torch
+from common import are_equal
 from composer import Callback, Trainer
 from composer.algorithms import EMA
 from harness import trainers
@@ -121,10 +121,6 @@ def ema_by_hand(theta, smoothing):
         average = {n: average[n] * smoothing + w * (1.0 - smoothing) for n, w in weights.items()}
         averages[at] = average
     return averages
-
-
-def are_equal(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[n], t) for n, t in other.items())
 
 
 def difference(one, other):

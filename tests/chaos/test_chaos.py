@@ -64,9 +64,7 @@ class Stand:
         return [SimpleNamespace(send_signal=lambda number: self.sent.append((replica_id, number)))]
 
 
-def injector_of(
-    tmp_path, kinds, *, seconds=600.0, per_minute=6.0, recovers=True, step_s=0.1, speeds=None
-):
+def injector_of(tmp_path, kinds, *, per_minute=6.0, recovers=True, step_s=0.1, speeds=None):
     """A fault_injector, its supervisor, and a function that lets time pass."""
     stand = Stand(tmp_path)
     history = History(tmp_path, 3, {})
@@ -74,7 +72,7 @@ def injector_of(
     history.now = lambda: clock[0]
     history.begin = lambda: setattr(history, "began", 0.0)
     planned = plan_faults(3, kinds, 3)
-    fault_injector = RandomFaultInjector(history, planned, per_minute, seconds, speeds)
+    fault_injector = RandomFaultInjector(history, planned, per_minute, 600.0, speeds)
 
     def let_pass(duration):
         for _ in range(round(duration / step_s)):
@@ -180,8 +178,7 @@ def test_a_fault_makes_a_slow_group_slower_and_it_gets_its_own_speed_back(tmp_pa
 
 def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
     _, _, history, let_pass = injector_of(tmp_path, ["one_way"], per_minute=0.1)
-    let_pass(700)
-    (fault,) = history.faults
+    fault = first_fault(history, let_pass)
     request = json.loads(
         (tmp_path / f"replica_{fault.victims[0]}" / "fault_request.json").read_text()
     )

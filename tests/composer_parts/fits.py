@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from common import parameters_of
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer_parts.models import image_data, images
@@ -88,8 +89,7 @@ class Fit:
     parameters: dict[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self):
-        named = self.trainer.state.model.named_parameters()
-        self.parameters = {name: p.detach().clone() for name, p in named}
+        self.parameters = parameters_of(self.trainer.state.model)
 
     @property
     def callback(self):

@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+from common import are_equal, parameters_of
 from composer.callbacks import LoadCheckpoint, ThresholdStopper
 from composer_parts.callbacks import CALLBACKS, evaluating
 from composer_parts.fits import (
@@ -75,13 +76,13 @@ def test_prompts_are_answered_by_the_local_weights():
     class Looking(Generate):
         def generate(self, state, logger):
             super().generate(state, logger)
-            weights = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+            weights = parameters_of(state.model)
             answering.setdefault(state.timestamp.batch.value, []).append(weights)
 
     build = lambda: {"callbacks": [Looking(["w1"], "5ba", max_new_tokens=1)]}  # noqa: E731
     check_equal(dataclasses.replace(CALLBACKS["Generate"], build=build))
     one, other = answering[5]  # in mid-round
-    assert not all(torch.equal(p, other[name]) for name, p in one.items())
+    assert not are_equal(one, other)
 
 
 # ---- LoadCheckpoint ---------------------------------------------------------------------------

@@ -1,34 +1,18 @@
 """What users combine with DiLoCo. Run: pytest tests/composer_parts/test_combinations.py
 
-Real: Composer's Trainer and checkpoints, on the CPU. Replica groups are threads over the
+Real: Composer's Trainer, on the CPU. Replica groups are threads over the
 simulation's shared buffer.
 """
 
 import pytest
 from composer_parts.combinations import COMBINATIONS
-from composer_parts.fits import check_equal, fit_groups
+from composer_parts.fits import check_equal
 
 from composer_replication.simulation.simulation import Fault
 
 pytestmark = pytest.mark.slow
 
-# ---- checkpoints -----------------------------------------------------------------------------
-
-SAVING = {"save_folder": "{run_name}", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
-
-
-def test_groups_that_resume_by_themselves_end_as_if_nobody_had_stopped():
-    part = COMBINATIONS["`autoresume`"]
-    whole = fit_groups(part, num_replicas=2)
-    fit_groups(part, num_replicas=2, max_duration="5ba", **SAVING)  # in mid-round
-    again = check_equal(part, autoresume=True, **SAVING)
-    for one, other in zip(again, whole, strict=True):
-        assert len(one.losses) == 7
-        assert one.diloco.result == other.diloco.result
-
-
 # ---- the notes on the page -------------------------------------------------------------------
-
 
 JOINS_LATE = [Fault("restart", replica_id=1, step=2)]
 

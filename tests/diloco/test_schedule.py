@@ -98,51 +98,23 @@ def test_a_joiner_takes_each_outer_step_with_the_same_row(step, schedule):
 
 WARM = {"sync_every": 1, "digest_every": 1, "model": TinyMLP, "inner": adamw}
 """Settings of a training without outer numbers and without a schedule."""
-AT = ("outer_step", "outer_lr", "outer_momentum", "global_digest")
-
-
-def warm_run(*faults, first=0, last=26, own=(), saves=False, **settings):
-    """Train two groups; what each outer step had, by group, and the groups' checkpoints."""
-
-    def replica(group):
-        group.learn(first, last)
-        return group.of_reports(*AT), group.save() if saves else None
-
-    return zip(*run(2, replica, *faults, own=own, **WARM | settings), strict=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [pytest.param(7, marks=pytest.mark.slow), 20, 23])
-def test_a_resume_within_the_warm_up_and_after_it_changes_no_bit_and_no_number(at):
-    (whole, other), _ = warm_run()
-    assert whole == other
-    assert {row[1:3] for row in whole[:20]} == {(1.0, 0.0)}
-    assert {row[1:3] for row in whole[20:]} == {(0.7, 0.5)}
-    before, saved = warm_run(last=at, saves=True)
-    after, _ = warm_run(first=at, own=[{"saved": each} for each in saved])
-    assert [one + other for one, other in zip(before, after, strict=True)] == [whole] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["late", "restart", "fail_commit", "fail_heal"])
 def test_a_joiner_and_a_heal_within_the_warm_up_have_the_numbers_and_bits_of_the_others(kind):
+    def replica(group):
+        group.learn(0, 30)
+        return group.of_reports("outer_step", "outer_lr", "outer_momentum", "global_digest")
+
     faults = [Fault("late" if kind == "fail_heal" else kind, replica_id=1, step=8)]
     faults += [Fault(kind, replica_id=1, step=8)] if kind == "fail_heal" else []
-    (one, other), _ = warm_run(*faults, last=30)
+    one, other = run(2, replica, *faults, **WARM)
     shared = {row[0] for row in one} & {row[0] for row in other}
     assert {9, 20, 21, 26} <= shared
     of_one, of_other = ([row for row in each if row[0] in shared] for each in (one, other))
     assert of_one == of_other
     assert [row[1:3] for row in of_one] == [(1.0, 0.0) if s < 21 else (0.7, 0.5) for s in shared]
-
-
-@pytest.mark.slow
-def test_a_resume_past_the_warm_up_goes_on_as_before_with_the_checkpoint_of_an_older_version():
-    older = {"outer_lr": 0.7, "outer_momentum": 0.5}
-    (whole, _), _ = warm_run(**older)
-    (before, _), saved = warm_run(last=23, saves=True, **older)
-    (after, _), _ = warm_run(first=23, own=[{"saved": each} for each in saved])
-    assert before + after == whole
 
 
 def test_the_warm_up_has_twenty_outer_steps_of_each_fragment():

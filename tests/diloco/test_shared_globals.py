@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from common import Buffered, TinyMLP
+from common import Buffered, TinyMLP, are_equal
 from harness.groups import STREAMING, Group, run
 from harness.processes import run_groups
 from torch import nn
@@ -83,17 +83,6 @@ def bytes_held(optimizers):
         tensors += [t for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
     storages = (t.untyped_storage() for t in tensors if not t.is_meta)
     return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
-
-
-def are_equal(one, other):
-    """Of containers too, to the bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(are_equal(v, other[k]) for k, v in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(are_equal, one, other))
-    return one == other
 
 
 def one_rank(process, folder):

@@ -20,11 +20,11 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def kept_messages(level: int = logging.WARNING) -> list[str]:
+def kept_messages() -> list[str]:
     """What the package logs in this process from now on."""
     kept = Kept()
     LOG.addHandler(kept)
-    LOG.setLevel(level)
+    LOG.setLevel(logging.WARNING)
     return kept.messages
 
 

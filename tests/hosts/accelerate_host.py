@@ -3,6 +3,7 @@ state for the whole process."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from composer_replication import DiLoCo, make_manager
-from hosts.host import Job, JobError, Outcome, as_processes, group_of, held_out, weights_of
-
-
-def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    return as_processes(train_group, job, num_replicas)
+from hosts.host import Job, JobError, Outcome, as_processes, evaluate, group_of, weights_of
+from hosts.plain import shut_down
 
 
 def train_group(process: Process, job: Job) -> Outcome | None:
@@ -43,15 +41,12 @@ def train_group(process: Process, job: Job) -> Outcome | None:
     return outcome
 
 
-class alone:
+train = partial(as_processes, train_group)
+
+
+def alone() -> Any:
     """A manager for one of several fits: a manager is good for one."""
-
-    def __enter__(self) -> Any:
-        self.manager = make_manager(num_replicas=1, replica_id="0")
-        return self.manager
-
-    def __exit__(self, *raised: Any) -> None:
-        self.manager.shutdown()
+    return shut_down(make_manager(num_replicas=1, replica_id="0"))
 
 
 def _fit(job, group, accelerator, trained, manager, saved) -> tuple[Outcome, Any]:
@@ -93,7 +88,7 @@ def _fit(job, group, accelerator, trained, manager, saved) -> tuple[Outcome, Any
                 group.signal.set()
                 group.wait_until_somebody_asks()
             if job.evaluate_every and step % job.evaluate_every == 0:
-                evaluations[step] = _evaluate(job, group.replica_id, diloco)
+                evaluations[step] = evaluate(job, group.replica_id, diloco)
             if job.save_every and step % job.save_every == 0:
                 accelerator.save_state(str(folder / str(step)))
             if job.is_late and diloco.outer_step == job.steps // arguments["sync_every"]:
@@ -114,13 +109,6 @@ def _fit(job, group, accelerator, trained, manager, saved) -> tuple[Outcome, Any
         warns_of_samples=any(each.equal_samples for each in reports),
     )
     return outcome, saved
-
-
-def _evaluate(job: Job, replica_id: int, diloco: DiLoCo) -> float:
-    shown = job.model(replica_id)
-    shown.load_state_dict(dict(diloco.global_parameters()))
-    with torch.no_grad():
-        return float(mse(shown, *held_out()))
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:

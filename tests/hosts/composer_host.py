@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from harness.logged import logged
 from harness.trainers import Evaluated, building
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from composer_replication import DiLoCoCallback
@@ -21,18 +22,15 @@ from hosts.host import (
     BATCH_SIZE,
     Job,
     Outcome,
+    Steps,
     held_out,
     train_groups,
     weights_of,
 )
 
 
-class _Steps(Callback):
+class _Steps(Steps, Callback):
     """Tells the job of each step, and ends training where the job stops."""
-
-    def __init__(self, job: Job, replica_id: int, net: nn.Module) -> None:
-        self.job, self.replica_id, self.net = job, replica_id, net
-        self.evaluations: dict[int, float] = {}
 
     def batch_end(self, state, logger) -> None:
         step = state.timestamp.batch.value
@@ -43,10 +41,6 @@ class _Steps(Callback):
     def eval_end(self, state, logger) -> None:
         value = float(state.eval_metrics["eval"]["MeanSquaredError"].compute())
         self.evaluations[state.timestamp.batch.value] = value
-
-
-def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    return train_groups(_train, job, num_replicas)
 
 
 def _loader(batches: list[tuple[Tensor, Tensor]], batch_size: int) -> DataLoader:
@@ -108,6 +102,9 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
         contributions=[float(v) for _, v in memory.data.get("diloco/contribution", [])],
         warns_of_samples=any("train on the same samples" in each for each in said),
     )
+
+
+train = partial(train_groups, _train)
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:

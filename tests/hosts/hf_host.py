@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,10 +51,6 @@ class _Steps(TrainerCallback):
             self.group.wait_until_somebody_asks()
         if state.global_step == self.job.stops_at:
             control.should_training_stop = True
-
-
-def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    return as_processes(train_group, job, num_replicas)
 
 
 def train_group(process: Process, job: Job) -> Outcome | None:
@@ -113,6 +110,9 @@ def train_group(process: Process, job: Job) -> Outcome | None:
         contributions=[at["diloco/contribution"] for at in history if "diloco/round" in at],
         warns_of_samples=any("train on the same samples" in each for each in said),
     )
+
+
+train = partial(as_processes, train_group)
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:

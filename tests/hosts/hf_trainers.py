@@ -32,18 +32,19 @@ def rows_of(batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
     return [{"x": x, "labels": y} for xs, ys in batches for x, y in zip(xs, ys, strict=True)]
 
 
+QUIET = {
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "save_strategy": "no",
+    "learning_rate": 0.01,
+}
+"""Arguments of a small training that shows and saves nothing."""
+
+
 def arguments_of(folder: Path | str, **changed: Any) -> TrainingArguments:
-    own = {
-        "per_device_train_batch_size": 8,
-        "max_steps": 8,
-        "logging_steps": 1,
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-        "learning_rate": 0.01,
-    }
-    return TrainingArguments(output_dir=str(folder), **own | changed)
+    own = {"per_device_train_batch_size": 8, "max_steps": 8, "logging_steps": 1}
+    return TrainingArguments(output_dir=str(folder), **QUIET | own | changed)
 
 
 def trainer_of(
@@ -75,6 +76,20 @@ def alone(
 
 
 @contextmanager
+def callback_in(
+    group: Process, sync_every: int, num_replicas: int | None = None
+) -> Iterator[DiLoCoTrainerCallback]:
+    """Our callback in a group that meets others, whose manager is shut down at the end."""
+    with group.manager() as manager:
+        yield DiLoCoTrainerCallback(
+            manager=manager,
+            replica_id=str(group.replica_id),
+            num_replicas=num_replicas or group.num_replicas,
+            sync_every=sync_every,
+        )
+
+
+@contextmanager
 def in_group(
     group: Process,
     folder: Path,
@@ -84,12 +99,6 @@ def in_group(
     **args: Any,
 ) -> Iterator[Trainer]:
     """A trainer of a group that meets others, whose manager is shut down at the end."""
-    with group.manager() as manager:
-        diloco = DiLoCoTrainerCallback(
-            manager=manager,
-            replica_id=str(group.replica_id),
-            num_replicas=num_replicas or group.num_replicas,
-            sync_every=4,
-        )
+    with callback_in(group, 4, num_replicas) as diloco:
         own = arguments_of(folder / str(group.replica_id), **args)
         yield trainer_of(diloco, own, *callbacks, group=group.replica_id, **dict(more))

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import TinyMLP, batch
+from common import TinyMLP, batch, mse
 from harness.processes import Process, run_groups
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_replication import simulate
+from composer_replication import DiLoCo, simulate
 from composer_replication.simulation.simulation import Fault, SimulatedReplica
 
 BATCH_SIZE = 8
@@ -155,7 +155,7 @@ class Outcome:
 
 
 def train_groups(
-    train: Callable[[Job, SimulatedReplica], Outcome], job: Job, num_replicas: int
+    train: Callable[[Job, SimulatedReplica], Outcome], job: Job, num_replicas: int = 2
 ) -> list[Outcome | None]:
     """Train groups as threads over the simulation's network, or as processes of several ranks."""
     if job.ranks > 1:
@@ -186,7 +186,7 @@ def _train_rank(
 
 
 def as_processes(
-    train_rank: Callable[..., Outcome | None], job: Job, num_replicas: int, **more: Any
+    train_rank: Callable[..., Outcome | None], job: Job, num_replicas: int = 2, **more: Any
 ) -> list[Outcome | None]:
     """Train groups as processes over a real lighthouse and gloo: ``train_rank(group, job)``."""
     killed = [1] if job.dies else []
@@ -206,9 +206,25 @@ def group_of(process: Process, job: Job) -> Process:
     return group
 
 
+class Steps:
+    """What the callbacks of trainers have in common that tell the job of each step."""
+
+    def __init__(self, job: Job, replica_id: int, net: nn.Module) -> None:
+        self.job, self.replica_id, self.net = job, replica_id, net
+        self.evaluations: dict[int, float] = {}
+
+
 def held_out() -> tuple[Tensor, Tensor]:
     """Samples that no group trains on."""
     return batch(99, 0, 16)
+
+
+def evaluate(job: Job, replica_id: int, diloco: DiLoCo) -> float:
+    """The loss of the global weights on these samples, in a loop of one's own."""
+    shown = job.model(replica_id)
+    shown.load_state_dict(dict(diloco.global_parameters()))
+    with torch.no_grad():
+        return float(mse(shown, *held_out()))
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from composer_replication.lightning import DiLoCoLightningCallback
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import Job, Outcome, held_out, train_groups, weights_of
+from hosts.host import Job, Outcome, Steps, held_out, train_groups, weights_of
 
 
 class Batches:
@@ -77,13 +78,10 @@ class Metrics(Logger):
     def log_hyperparams(self, *arguments: Any, **named: Any) -> None: ...
 
 
-class Steps(Callback):
+class _Steps(Steps, Callback):
     """Tells the job of each step, and ends training where the job stops."""
 
-    def __init__(self, job: Job, replica_id: int, net: nn.Module) -> None:
-        self.job, self.replica_id, self.net = job, replica_id, net
-        self.evaluations: dict[int, float] = {}
-        self.step = 0
+    step = 0
 
     def on_train_batch_end(self, trainer, *event) -> None:
         if trainer.global_step == self.step:
@@ -95,10 +93,6 @@ class Steps(Callback):
 
     def on_validation_end(self, trainer, *event) -> None:
         self.evaluations[trainer.global_step] = float(trainer.callback_metrics["eval"])
-
-
-def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    return train_groups(_train, job, num_replicas)
 
 
 def trainer_of(*callbacks: Callback, **more: Any) -> lightning.Trainer:
@@ -117,7 +111,7 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
         manager=manager, **job.arguments(sim.replica_id, sim.num_replicas)
     )
     net = job.model(sim.replica_id)
-    callbacks = [Steps(job, sim.replica_id, net), diloco]
+    callbacks = [_Steps(job, sim.replica_id, net), diloco]
     if job.save_every or job.resumes_at:
         folder = job.own_folder(sim.replica_id)
         own = {"save_top_k": -1, "filename": "{step}", "enable_version_counter": False}
@@ -160,6 +154,9 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
         ],
         warns_of_samples=any("train on the same samples" in each for each in said),
     )
+
+
+train = partial(train_groups, _train)
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,9 @@ from harness.groups import Group
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_replication import DiLoCo
 from composer_replication.replica import make_manager
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import Job, Outcome, held_out, train_groups, weights_of
-
-
-def train(job: Job, num_replicas: int = 2) -> list[Outcome | None]:
-    return train_groups(_train, job, num_replicas)
+from hosts.host import Job, Outcome, evaluate, train_groups, weights_of
 
 
 def _train(job: Job, sim: SimulatedReplica) -> Outcome:
@@ -58,7 +54,7 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
                 group.reports += diloco.pop_finished_syncs()
                 job.after_step(sim.replica_id, step, model)
                 if job.evaluate_every and step % job.evaluate_every == 0:
-                    evaluations[step] = _evaluate(job, sim.replica_id, diloco)
+                    evaluations[step] = evaluate(job, sim.replica_id, diloco)
                 if job.save_every and step % job.save_every == 0:
                     path = _path(job, sim.replica_id, step)
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,20 +76,16 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     )
 
 
+train = partial(train_groups, _train)
+
+
 @contextmanager
-def shut_down(manager: Any) -> Iterator[None]:
+def shut_down(manager: Any) -> Iterator[Any]:
     """The others wait for a group that failed until its manager is shut down."""
     try:
-        yield
+        yield manager
     finally:
         manager.shutdown()
-
-
-def _evaluate(job: Job, replica_id: int, diloco: DiLoCo) -> float:
-    shown = job.model(replica_id)
-    shown.load_state_dict(dict(diloco.global_parameters()))
-    with torch.no_grad():
-        return float(mse(shown, *held_out()))
 
 
 def _path(job: Job, replica_id: int, step: int) -> Any:

@@ -20,7 +20,7 @@ from run_events import events_of, syncs_of
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from common import TinyMLP, batch  # noqa: E402
+from common import TinyMLP, batch, parameters_of  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -350,7 +350,7 @@ def test_what_is_pushed_to_the_hub_is_the_global_model(tmp_path, monkeypatch):
 
         def on_optimizer_step(self, args, state, control, **kwargs):
             if state.global_step == 5:  # it is counted after this event
-                local.update({n: p.detach().clone() for n, p in trainer.model.named_parameters()})
+                local.update(parameters_of(trainer.model))
 
     trainer = alone(tmp_path, Looks(), args=args)
     trainer.train()

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from common import Buffered, TinyMLP, batch
+from common import Buffered, TinyMLP, are_equal, batch
 from torch import nn
 from waiting import wait_until
 
@@ -51,8 +51,7 @@ def test_groups_with_different_weights_start_from_the_first_ones_and_end_equal(h
     first, second = host.train(Job())
     assert first.digest == second.digest
     assert first.outer_steps == second.outer_steps == 2
-    for name, tensor in first.weights.items():
-        torch.testing.assert_close(second.weights[name], tensor, rtol=0, atol=0)
+    assert are_equal(first.weights, second.weights)
 
 
 class Line(nn.Module):
@@ -194,8 +193,7 @@ def test_a_checkpoint_has_the_global_weights(host, tmp_path):
     host.train(job)
     first, second = (host.saved_weights(job, replica_id, 5) for replica_id in range(2))
     assert first.keys() == TinyMLP().state_dict().keys()
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
+    assert are_equal(first, second)
 
 
 # ---- resume ---------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from composer_replication.hf import DiLoCoTrainerCallback
 from composer_replication.hf_job import TrainerJob
-from hosts.hf_trainers import arguments_of
+from hosts.hf_trainers import arguments_of, callback_in
 
 
 class Embedding(nn.Module):
@@ -146,13 +146,7 @@ def test_a_resumed_training_has_the_loss_too(tmp_path):
 
 def train(group: Process, folder: Path, same: bool) -> tuple[str, list[float], list[str]]:
     logged = kept_messages()
-    with group.manager() as manager:
-        diloco = DiLoCoTrainerCallback(
-            manager=manager,
-            replica_id=str(group.replica_id),
-            num_replicas=group.num_replicas,
-            sync_every=4,
-        )
+    with callback_in(group, 4) as diloco:
         shard = 0 if same else group.replica_id
         trainer = trainer_of(folder / str(group.replica_id), diloco, shard)
         trainer.train()

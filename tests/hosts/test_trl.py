@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common import are_equal
 
 pytest.importorskip("trl", reason="trl is not installed")
 
@@ -28,7 +29,8 @@ from transformers import LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from composer_replication.hf import DiLoCoTrainerCallback, replica_shard
-from hosts.hf_trainers import in_group
+from hosts.hf_trainers import QUIET, callback_in, in_group
+from hosts.host import weights_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -64,15 +66,10 @@ def test_an_example_trains_in_two_groups_that_end_equal(example, ranks, tmp_path
 
 
 def arguments(folder):
-    return {
+    return QUIET | {
         "output_dir": str(folder),
         "max_steps": 6,
         "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
         "bf16": False,
     }
 
@@ -123,20 +120,17 @@ def dpo(folder, diloco, **more):
 
 def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
     trainer = dpo(tmp_path, diloco := alone())
-    before = {name: tensor.clone() for name, tensor in trainer.ref_model.state_dict().items()}
+    before = weights_of(trainer.ref_model)
     trainer.train()
     assert diloco.result["outer_steps"] == 2
     after = trainer.ref_model.state_dict()
-    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert are_equal(after, before)
     assert not torch.equal(trainer.model.lm_head.weight, after["lm_head.weight"])
 
 
 def move_the_reference(group: Process, folder: Path, moves: bool) -> list[str]:
     said = kept_messages()
-    with group.manager() as manager:
-        diloco = DiLoCoTrainerCallback(
-            manager=manager, num_replicas=2, replica_id=str(group.replica_id), sync_every=3
-        )
+    with callback_in(group, 3) as diloco:
         dpo(folder / str(group.replica_id), diloco, sync_ref_model=moves).train()
     return [each for each in said if "reference" in each]
 
@@ -240,10 +234,7 @@ def test_a_version_of_datasets_that_cannot_divide_by_samples_is_named(monkeypatc
 
 def train_on_the_same(group: Process, folder: Path) -> list[str]:
     said = kept_messages()
-    with group.manager() as manager:
-        diloco = DiLoCoTrainerCallback(
-            manager=manager, num_replicas=2, replica_id=str(group.replica_id), sync_every=3
-        )
+    with callback_in(group, 3) as diloco:
         sft(folder / str(group.replica_id), diloco).train()
     return said
 
@@ -298,5 +289,4 @@ def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "final")
-    for name, tensor in trainer.model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert are_equal(loaded.state_dict(), trainer.model.state_dict())

@@ -19,22 +19,10 @@ import torch
 from composer import Trainer
 from composer.models import ComposerModel
 from composer.utils import dist
-from torch.utils.data import Dataset
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
 
 NUMBERS = 3
-
-
-class Ids(Dataset):
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
 
 
 class Memory(ComposerModel):
@@ -67,7 +55,7 @@ def train(plan):
         model=model,
         optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
         train_dataloader=ReplicaDataLoader(
-            Ids(plan["length"]),
+            range(plan["length"]),
             batch_size=plan["batch_size"],
             dataset_id="ids",
             unit_size=plan["unit_size"],

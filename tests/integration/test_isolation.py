@@ -85,6 +85,12 @@ def train(
     }
 
 
+def check_went_on(*groups: dict[str, Any]) -> None:
+    """These have trained on, and lost nothing."""
+    for group in groups:
+        assert group["ended"] is None and group["lost"] == 0 and group["syncs_after"] > 3
+
+
 def count_connections(manager: ReplicaManager, connected: list[int]) -> None:
     """Note each time that the members of a quorum connect."""
     connect = manager._reconfigure_pg
@@ -130,7 +136,7 @@ def test_a_group_that_cannot_be_reached_for_good_leaves_alone():
     first, sick, last = run_groups(one_is_unreachable, 3, lasts_s=1e9)
     assert sick["ended"].startswith("AtFaultError: for ") and "cannot reach it" in sick["ended"]
     for survivor in (first, last):
-        assert survivor["ended"] is None and survivor["lost"] == 0
+        check_went_on(survivor)
         # They connect anew when it fails, without it, and when it has left, and not in each sync.
         assert survivor["syncs_after"] > 12 > survivor["connections"]
     assert first["theta"] == pytest.approx(last["theta"], abs=2.5)
@@ -154,9 +160,7 @@ def two_cannot_reach_each_other(group: Process) -> dict[str, Any]:
 def test_of_two_groups_that_cannot_reach_each_other_one_leaves():
     first, middle, last = run_groups(two_cannot_reach_each_other, 3)
     assert last["ended"].startswith("AtFaultError") and "group_0 cannot reach it" in last["ended"]
-    for survivor in (first, middle):
-        assert survivor["ended"] is None and survivor["lost"] == 0
-        assert survivor["syncs_after"] > 3
+    check_went_on(first, middle)
 
 
 def one_fails_by_itself(group: Process) -> dict[str, Any]:
@@ -175,9 +179,7 @@ def one_fails_by_itself(group: Process) -> dict[str, Any]:
 def test_a_group_with_an_error_of_its_own_in_every_sync_leaves_alone():
     first, sick, last = run_groups(one_fails_by_itself, 3)
     assert sick["ended"].startswith("AtFaultError") and "an error of its own" in sick["ended"]
-    for survivor in (first, last):
-        assert survivor["ended"] is None and survivor["lost"] == 0
-        assert survivor["syncs_after"] > 3
+    check_went_on(first, last)
 
 
 def one_hangs(group: Process) -> dict[str, Any]:
@@ -227,5 +229,4 @@ def test_a_resumed_group_that_cannot_heal_leaves_soon_and_takes_nobody_along():
     assert "did not commit in 2 attempts" in joiner["ended"]
     assert "start this group again" in joiner["ended"]
     assert "it does not accept the token" in joiner["ended"]
-    for member in (first, second):
-        assert member["ended"] is None and member["lost"] == 0 and member["syncs_after"] > 3
+    check_went_on(first, second)

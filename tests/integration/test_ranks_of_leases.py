@@ -33,12 +33,10 @@ def read(process, folder, away_s):
     return reader.read(20, 0), reader.read(20, 0), reader.is_closed
 
 
-def test_a_coordinator_that_loses_its_state_between_two_answers_parts_no_ranks(tmp_path):
+@pytest.mark.parametrize("away_s", [0.0, pytest.param(6.0, marks=pytest.mark.slow)])
+def test_a_coordinator_that_loses_its_state_between_two_late_answers_parts_no_ranks(
+    tmp_path, away_s
+):
+    # Ranks wait longer for it than a collective may take.
     expected = ([*range(10)], [], True)
-    assert run_groups(read, 2, folder=str(tmp_path), away_s=0.0) == [expected] * 2
-
-
-@pytest.mark.slow
-def test_ranks_wait_longer_for_the_coordinator_than_a_collective_may_take(tmp_path):
-    expected = ([*range(10)], [], True)
-    assert run_groups(read, 2, folder=str(tmp_path), away_s=6.0) == [expected] * 2
+    assert run_groups(read, 2, folder=str(tmp_path), away_s=away_s) == [expected] * 2

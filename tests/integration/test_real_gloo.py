@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from threading import Timer
 from typing import Any
@@ -20,14 +19,12 @@ import pytest
 import torch
 from common import Constant, take_step
 from harness.groups import Group
-from harness.processes import Process, run_groups
+from harness.processes import Process, connected_pair, run_groups
 from torch import nn
 from torch.distributed import AllreduceOptions
-from torchft.process_group import reconfigure_with_store
 
 from composer_replication import simulate
 from composer_replication.diloco import division
-from composer_replication.replica.process_group import host_store, make_process_group
 
 pytestmark = pytest.mark.integration
 
@@ -243,11 +240,7 @@ def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up():
 
 
 def drop_a_process_group_that_waits_for_a_thread(group: Process, way: str) -> float:
-    store = host_store("localhost")
-    ranks = [make_process_group("gloo", timeout=20.0) for _ in range(2)]
-    address = f"localhost:{store.port}/both"
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda r: reconfigure_with_store(ranks[r], address, r, 2), range(2)))
+    ranks, _store = connected_pair(20.0)
 
     def allreduce(rank: int) -> None:
         ranks[rank].allreduce([torch.ones(4)], AllreduceOptions())

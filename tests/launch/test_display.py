@@ -33,6 +33,10 @@ def file_console():
     return Console(file=io.StringIO(), highlight=False)
 
 
+def terminal(width, height=30, **more):
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=True, **more)
+
+
 def lines_of(console):
     return console.file.getvalue().splitlines()
 
@@ -78,7 +82,7 @@ def test_the_last_line_is_written_once(tmp_path, since, lines):
 
 
 def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monkeypatch):
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+    console = terminal(80)
     stderr = io.StringIO()
     stderr.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", stderr)
@@ -99,7 +103,7 @@ def test_a_warning_on_the_same_terminal_does_not_break_the_table(tmp_path, monke
 
 
 def test_warnings_that_go_to_a_file_stay_there(tmp_path, monkeypatch):
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+    console = terminal(80)
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)
     with Display(console, LiveRun(tmp_path, range(2))):
@@ -132,9 +136,7 @@ def test_a_display_that_cannot_be_written_is_said_once_and_the_groups_go_on(
 
 def drawn(groups, width, height=30):
     """The lines that a terminal would show."""
-    console = Console(
-        file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="standard"
-    )
+    console = terminal(width, height, color_system="standard")
     with console.capture() as capture:
         console.print(live_table(groups, height))
     return [line.rstrip() for line in Text.from_ansi(capture.get()).plain.splitlines()]

@@ -1,6 +1,5 @@
 """P4: every trainable parameter is in exactly one fragment; frozen ones are not touched."""
 
-import copy
 import logging
 from functools import partial
 
@@ -11,7 +10,7 @@ from harness.groups import Group, attempt, run, sgd
 from torch import nn
 
 from composer_replication import DiLoCo, simulate
-from composer_replication.diloco.fragments import check_trained_by, model_fingerprint, split_model
+from composer_replication.diloco.fragments import model_fingerprint, split_model
 from composer_replication.simulation.simulation import SimulationError
 
 
@@ -52,12 +51,6 @@ def test_fragments_follow_the_model_and_no_block_is_cut_apart(tied, count):
     assert sum(fragments, []) == [name for name, _ in model.named_parameters()]  # tied ones once
     homes = [{name.split(".mlp")[0] for name in f if ".mlp" in name} for f in fragments]
     assert sum(map(len, homes)) == 12
-
-
-def test_frozen_parameters_are_in_no_fragment():
-    model = TinyMLP()
-    model.layers[0].requires_grad_(False)
-    assert names(model) == [LAYERS[1] + LAYERS[2]]
 
 
 def test_patterns_make_the_fragments_and_the_first_match_counts():
@@ -127,16 +120,6 @@ def test_a_split_that_misses_or_repeats_something_is_refused_by_name(model, spli
 def test_a_parameter_that_cannot_be_averaged_is_refused_by_name(model, message):
     with pytest.raises(ValueError, match=message):
         split_model(model)
-
-
-def test_an_inner_optimizer_over_other_parameters_is_refused():
-    # torchft: after 3 commits the uncovered layer differs between the groups (0.232 against 0.211).
-    model = TinyMLP()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="in the inner optimizer but in no fragment"):
-        check_trained_by(split_model([model.layers[0], model.layers[2]]), optimizer)
-    with pytest.raises(ValueError, match="not in the inner optimizer: layers.0.weight"):
-        check_trained_by(split_model(copy.deepcopy(model)), optimizer)
 
 
 def test_the_fingerprint_knows_names_shapes_and_dtypes():
@@ -263,7 +246,8 @@ def test_steps_that_are_not_training_do_not_count():
 def test_two_diloco_on_one_manager_and_an_async_quorum_are_refused():
     def replica(sim):
         Group(sim)
-        assert "has a DiLoCo already" in attempt(Group)(sim)  # torchft: AssertionError ''
+        told = attempt(Group)(sim)  # torchft: AssertionError ''
+        assert "has a DiLoCo already: use one " in told and told.endswith(" optimizers)")
         sim.manager._use_async_quorum = True
         assert "use_async_quorum=False" in attempt(Group)(sim)
 

@@ -176,7 +176,7 @@ def test_a_group_that_stays_sick_leaves_and_the_others_go_on(retries, monkeypatc
     assert first == second and all(map(math.isfinite, first[0]))
 
 
-def too_long_in_b(sick_steps, max_sync_retries):
+def too_long_in_b(sick_steps):
     """Three groups, a fragment synced after each step; b after steps 1, 4, 7 and 10."""
 
     def replica(group):
@@ -198,19 +198,19 @@ def too_long_in_b(sick_steps, max_sync_retries):
         inner=partial(torch.optim.SGD, lr=1.0, momentum=1e-9),
         fragment_patterns=["a", "b", "c"],
         sync_every=3,
-        max_sync_retries=max_sync_retries,
+        max_sync_retries=2,
     )
 
 
 def test_too_long_in_one_fragment_costs_the_steps_of_that_fragment_alone():
-    healthy, _, sick = too_long_in_b({7}, 2)
+    healthy, _, sick = too_long_in_b({7})
     moved = pytest.approx([-10.0, -11.0, -12.0])
     assert healthy == ([(1.0, 0)] * 12, moved, "abc")
     assert sick == ([(1.0, 0)] * 7 + [(0.0, 3)] + [(1.0, 0)] * 4, moved, "ac")
 
 
 def test_a_group_leaves_that_stays_sick_in_one_fragment_while_the_others_are_sound():
-    healthy, _, sick = too_long_in_b({4, 7, 10}, 2)
+    healthy, _, sick = too_long_in_b({4, 7, 10})
     assert "was not sound in 3 syncs in a row" in sick
     assert healthy[0] == [(1.0, 0)] * 12
 

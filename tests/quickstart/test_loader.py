@@ -23,9 +23,10 @@ def read(loader):
     return [bytes(ids.tolist()).decode() for batch in loader for ids in batch["input_ids"]]
 
 
-def play_rank(monkeypatch, rank, world_size):
+def play_rank(monkeypatch, rank):
+    """Be one of two."""
     monkeypatch.setenv("RANK", str(rank))
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
 
 def read_shares(monkeypatch, folder, *, epoch=0, seed=0):
@@ -33,7 +34,7 @@ def read_shares(monkeypatch, folder, *, epoch=0, seed=0):
     shares = []
     for replica_rank in range(2):
         for rank in range(2):
-            play_rank(monkeypatch, rank, 2)
+            play_rank(monkeypatch, rank)
             loader = text_loader(
                 path=folder,
                 max_seq_len=4,
@@ -103,7 +104,7 @@ def test_every_group_evaluates_all_held_out_text_shared_among_its_ranks(folder, 
     assert sorted(everything) == [f"{i:03}:" for i in range(7)]
     assert everything != sorted(everything)  # scattered, so that the first batches are a sample
     assert held_out(1) == everything
-    play_rank(monkeypatch, 1, 2)
+    play_rank(monkeypatch, 1)
     assert held_out(0) == [*everything[1::2], everything[0]]  # 7 is odd: one comes twice
 
 

@@ -7,12 +7,12 @@ import json
 import os
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from harness.processes import connected_pair
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL, reconfigure_with_store
 
@@ -86,11 +86,7 @@ def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():
 
 @pytest.mark.parametrize("way", ["abort", "shutdown"])
 def test_giving_up_the_connections_waits_for_no_collective(way):
-    store = host_store("localhost")
-    ranks = [make_process_group("gloo", timeout=5.0, hostname="127.0.0.1") for _ in range(2)]
-    address = f"localhost:{store.port}/both"
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda r: reconfigure_with_store(ranks[r], address, r, 2), range(2)))
+    ranks, _store = connected_pair(5.0, "127.0.0.1")
     work = ranks[0].allreduce([torch.ones(4)], AllreduceOptions())  # rank 1 takes no part in it
     getattr(ranks[0], way)()
     assert not work.is_completed()

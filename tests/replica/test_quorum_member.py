@@ -87,10 +87,6 @@ class Groups:
             min_replica_size=self.min_replica_size,
         )
 
-    def replace(self, letter):
-        """Its process is another one now."""
-        self.member[letter] = self.start(letter)
-
     def are_alive(self, *letters, to=None):
         """The lighthouse's page shows these members as alive, to all or to some."""
         for letter in to or self.member:
@@ -172,13 +168,6 @@ def test_the_first_to_ask_a_restarted_lighthouse_waits_for_the_others_however_of
     assert not groups.waited_for_by("a") and not groups.waited_for_by("b")
 
 
-def test_those_to_whom_the_new_ids_look_like_growth_hear_of_it_from_the_others():
-    groups = Groups("abc")
-    groups.quorum(1, "abc")
-    assert groups.quorum(1, "a") == "declined"
-    assert groups.quorum(2, "ab") == "declined"
-
-
 def test_an_id_that_was_used_before_with_the_same_members_does_not_keep_half_of_the_connections():
     # By the id alone b and c would keep what they have, and a wait for them in vain.
     groups = Groups("abc")
@@ -200,29 +189,6 @@ def test_a_joiner_declines_with_those_that_were_there_before():
     assert groups.waited_for_by("d") == {"a", "c"}
     assert groups.quorum(3, "abcd") == "declined"  # a and c had another id 3: one more round
     assert groups.quorum(3, "abcd") == "connected"
-
-
-def test_joiners_that_ask_a_restarted_lighthouse_first_do_not_make_its_ids_look_like_growth():
-    # The ids of a, b and c go on: 1, then 2. b and c would lose what they have trained.
-    groups = Groups("abcd")
-    groups.quorum(1, "abc")
-    assert groups.quorum(1, "d") == "connected"
-    assert groups.quorum(2, "ad") == "declined"
-    assert groups.waited_for_by("a") == {"b", "c"}
-    assert groups.quorum(2, "ad") == "declined"
-    assert groups.quorum(3, "abcd") == "connected"
-
-
-def test_groups_that_are_awaited_no_longer_are_not_missed():
-    groups = Groups("abc")
-    groups.quorum(2, "abc")
-    groups.quorum(1, "ab")
-    groups.member["a"].missing.names = frozenset()  # it has not heard of c for five seconds
-    assert groups.quorum(1, "ab") == "declined"  # b has
-    groups.member["a"].missing.names = groups.member["b"].missing.names = frozenset()
-    assert groups.quorum(1, "ab") == "connected"
-    groups.replace("c")
-    assert groups.quorum(2, "abc") == "connected"
 
 
 def test_after_a_lighthouse_stood_still_the_first_to_ask_waits_for_those_that_are_alive(caplog):

@@ -18,11 +18,7 @@ from composer_replication.replica.factory import make_manager
 from composer_replication.replica.heal.state_bytes import digest_of_bytes, dump
 from composer_replication.replica.single_group import SingleGroupManager
 
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch):
-    for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 def test_one_replica_and_no_lighthouse_is_all_it_takes_and_nothing_is_opened(monkeypatch):

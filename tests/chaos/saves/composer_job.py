@@ -6,7 +6,7 @@ import sys
 import torch
 from composer import Callback, Trainer
 from dying import wait_for_the_dead
-from integration.leased_group import Ids, Memory
+from integration.leased_group import Memory
 
 from composer_replication import DiLoCoCallback, ReplicaDataLoader
 
@@ -25,7 +25,7 @@ model = Memory(SAMPLES, fragments=1, step_s=0.02)
 trainer = Trainer(
     model=model,
     optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
-    train_dataloader=ReplicaDataLoader(Ids(SAMPLES), 4, dataset_id="ids", unit_size=32),
+    train_dataloader=ReplicaDataLoader(range(SAMPLES), 4, dataset_id="ids", unit_size=32),
     max_duration="1ep",
     callbacks=[DiLoCoCallback(), Waits()],
     device="cpu",
