@@ -31,7 +31,10 @@ Answer = TypeVar("Answer")
 
 
 class CoordinatorAwayError(ConnectionError):
-    """The coordinator does not answer, or something else answers at its address."""
+    """The coordinator does not answer, or something else answers at its address.
+
+    One that has another token than before, since it has lost its state folder, is away too.
+    """
 
 
 class RejectedByCoordinatorError(ValueError):
@@ -75,6 +78,7 @@ class CoordinatorClient:
         self.address = address
         self._retry_s, self._timeout_s = retry_s, self.TIMEOUT_S
         self._closed = threading.Event()
+        self._is_accepted = threading.Event()  # the token is; events, since copies share them
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         # The transport reads SSL_CERT_FILE. The client's trust_env would also read proxies from the
         # environment: groups connect directly.
@@ -151,8 +155,14 @@ class CoordinatorClient:
             with suppress(ValueError):  # text, for an error that it has not foreseen
                 answer = response.json()
         if answer and response.is_success:
+            self._is_accepted.set()
             return answer
         detail = answer.get("detail", _described(response))
+        if answer and response.status_code == 401 and self._is_accepted.is_set():
+            raise CoordinatorAwayError(
+                f"the coordinator at {self.address} has another token than before: start it again "
+                "with that of its groups (--token-file)"
+            )
         if answer and response.is_client_error:
             refusal = NameTakenError if response.status_code == 409 else RejectedByCoordinatorError
             raise refusal(f"the coordinator at {self.address} rejects: {detail}")

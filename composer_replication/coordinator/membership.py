@@ -102,7 +102,8 @@ class Membership:
         self._sent: CommitReport | None = None
         self._refusal: ValueError | None = None
         self._left = threading.Event()
-        self._is_away = self._has_complained = False
+        self._away = ""  # why the coordinator is away, as it was logged
+        self._has_complained = False
         self._thread: threading.Thread | None = None
         try:
             ask_on_rank_0(self._register)
@@ -203,13 +204,13 @@ class Membership:
             # The coordinator answers heartbeats from memory, and the rest from its database. While
             # that stalls, these two must not delay the next heartbeat past the limit.
             self.send_report(self.client.with_limits(retry_s=0.0, timeout_s=self._timeout_s / 3))
-            if self._is_away:
+            if self._away:
                 log.info("The coordinator is back")
-            self._is_away = False
+            self._away = ""
         except CoordinatorAwayError as error:
-            if not self._is_away:
+            if self._away != str(error):  # one that has come back may have another token
                 log.warning("Training goes on without the coordinator: %s", error)
-            self._is_away = True
+            self._away = str(error)
         except RejectedByCoordinatorError as error:
             self._refusal = error
 

@@ -18,6 +18,7 @@ from composer_replication.coordinator.api import Heartbeat
 from composer_replication.coordinator.client import (
     CoordinatorAwayError,
     CoordinatorClient,
+    RejectedByCoordinatorError,
 )
 from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.membership import Membership
@@ -45,6 +46,7 @@ ODD = {
 
 SIGNED = {SIGN: "0"}
 ALIVE = (409, SIGNED, b'{"detail": "a replica group \'0\' is alive"}')
+WRONG_TOKEN = (401, SIGNED, b'{"detail": "wrong token"}')
 HEARTBEAT = "/v1/replicas/0/heartbeat"
 
 
@@ -174,6 +176,31 @@ def test_heartbeats_and_reports_go_on_after_an_odd_answer(service, member_of, od
 def wait_for_heartbeats(service, count):
     before = len(service.bodies(HEARTBEAT))
     wait_until(lambda: len(service.bodies(HEARTBEAT)) >= before + count)
+
+
+def test_a_coordinator_that_comes_back_with_another_token_counts_as_away(
+    service, member_of, caplog
+):
+    member = member_of()
+    service.answer = ODD["nothing"]
+    wait_until(lambda: "Training goes on without the coordinator" in caplog.text)
+    service.answer = WRONG_TOKEN
+    wait_until(lambda: "has another token than before: start it again" in caplog.text)
+    wait_for_heartbeats(service, 3)
+    assert caplog.text.count("has another token") == 1
+    member.check()
+    with pytest.raises(CoordinatorAwayError, match="has another token"):  # it is asked again
+        member.client.with_limits(retry_s=0.0).lease(1, 0, 0)
+    member.report_commit(CommitReport(1, [[1, 2, 2]], [1]))
+    service.answer = (200, SIGNED, GOOD)
+    wait_until(lambda: service.bodies("/v1/commits"))
+
+
+def test_a_wrong_token_is_an_error_at_the_first_registration(service, member_of):
+    service.answer = WRONG_TOKEN
+    with pytest.raises(RejectedByCoordinatorError, match="rejects: wrong token"):
+        member_of()
+    assert len(service.requests) == 1
 
 
 NOT_FINITE = {"diloco/pseudo_gradient_norm": math.nan, "diloco/outer_momentum_norm": math.inf}
