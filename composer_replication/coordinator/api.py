@@ -112,12 +112,16 @@ class WithLedger(StrictBody):
 
 
 class DatasetRequest(StrictBody):
-    """A dataset of the samples ``0 .. length - 1``, which are leased by units of ``unit_size``."""
+    """A dataset of the samples ``0 .. length - 1``, which are leased by units of ``unit_size``.
+
+    ``shuffle`` says whether groups shuffle the samples of a unit.
+    """
 
     dataset_id: Name
     length: Annotated[int, Field(ge=1, lt=2**53)]
     seed: Count
     unit_size: Annotated[int, Field(ge=1, lt=2**53)]
+    shuffle: bool = True
 
 
 class StreamRequest(StrictBody):

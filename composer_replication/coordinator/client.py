@@ -206,9 +206,7 @@ class CoordinatorClient:
         Raises:
             NameTakenError: Its name belongs to another dataset.
         """
-        body = dataclasses.asdict(dataset)
-        del body["shuffle"]
-        self.ask("POST", "/v1/datasets", body)
+        self.ask("POST", "/v1/datasets", dataclasses.asdict(dataset))
 
     def progress(self, dataset_id: str) -> list[dict[str, Any]]:
         """The epochs that have begun: length, done, leased, available."""

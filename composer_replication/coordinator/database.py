@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 """Stored in the file. Every change of a table needs a new number."""
 
 # Of work units: other tables name a stream, dataset or epoch by its integer key. The column `place`
 # is a unit's rank in the shuffled order of its epoch. `issued` is the number of units of an epoch
-# that have been leased at least once.
+# that have been leased at least once. `shuffle` is -1 if no group has said it since version 3.
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS settings (
     only INTEGER PRIMARY KEY CHECK (only = 1), settings TEXT NOT NULL, source TEXT NOT NULL);
@@ -29,7 +29,8 @@ CREATE TABLE IF NOT EXISTS outer_step (
     only INTEGER PRIMARY KEY CHECK (only = 1), outer_step INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS datasets (
     key INTEGER PRIMARY KEY, dataset_id TEXT NOT NULL UNIQUE,
-    length INTEGER NOT NULL, seed INTEGER NOT NULL, unit_size INTEGER NOT NULL);
+    length INTEGER NOT NULL, seed INTEGER NOT NULL, unit_size INTEGER NOT NULL,
+    shuffle INTEGER NOT NULL);
 CREATE TABLE IF NOT EXISTS epochs (
     key INTEGER PRIMARY KEY, dataset INTEGER NOT NULL, epoch INTEGER NOT NULL,
     order_crc INTEGER NOT NULL, issued INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0,
@@ -124,6 +125,8 @@ class Database:
         tables = cursor.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
         if version == 2:
             cursor.execute("ALTER TABLE streams DROP COLUMN at_lease")
+        if version in (2, 3):
+            cursor.execute("ALTER TABLE datasets ADD COLUMN shuffle INTEGER NOT NULL DEFAULT -1")
         elif version != SCHEMA_VERSION and (version or tables):
             raise StorageError(
                 f"{self._path} has schema version {version}, this program has {SCHEMA_VERSION}: "

@@ -19,7 +19,7 @@ NO_PLACE = -1
 
 
 class DatasetMismatch(RejectedError):
-    """A dataset of this name exists with another length, seed or unit size."""
+    """A dataset of this name exists with another length, seed, unit size or shuffling."""
 
     status = 409
 
@@ -47,7 +47,7 @@ class StreamClosed(RejectedError):
 
 
 class DatasetRow(NamedTuple):
-    """A dataset: its name, samples, seed of the order, and samples in a unit."""
+    """A dataset: its name, samples, seed of the order, samples in a unit, and are they shuffled."""
 
     TABLE = "datasets"
 
@@ -56,6 +56,7 @@ class DatasetRow(NamedTuple):
     length: int
     seed: int
     unit_size: int
+    shuffle: int
 
     @property
     def num_units(self) -> int:

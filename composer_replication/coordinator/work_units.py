@@ -91,7 +91,14 @@ class WorkUnits:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create_dataset(self, dataset_id: str, length: int, seed: int, unit_size: int) -> None:
+    def create_dataset(
+        self,
+        dataset_id: str,
+        length: int,
+        seed: int,
+        unit_size: int,
+        shuffle: bool = True,
+    ) -> None:
         """Add a dataset. One that exists already has to be the same.
 
         Args:
@@ -99,9 +106,10 @@ class WorkUnits:
             length: Number of samples.
             seed: Seed of the order in which units are leased.
             unit_size: Samples in a unit. Unit ``u`` begins at sample ``u * unit_size``.
+            shuffle: Whether groups shuffle the samples of a unit.
 
         Raises:
-            DatasetMismatch: The dataset exists with another length, seed or unit size.
+            DatasetMismatch: The dataset exists with another length, seed, unit size or shuffling.
             RejectedError: There are more than 16,777,216 units.
         """
         if (num_units := -(-length // unit_size)) > MAX_UNITS:
@@ -110,11 +118,17 @@ class WorkUnits:
                 f"most {MAX_UNITS:,} are allowed: use a unit_size of "
                 f"{-(-length // MAX_UNITS)} or more."
             )
-        requested = {"length": length, "seed": seed, "unit_size": unit_size}
+        requested = {
+            "length": length,
+            "seed": seed,
+            "unit_size": unit_size,
+            "shuffle": int(shuffle),
+        }
         with self._database.transaction() as cursor:
             cursor.execute(
-                "INSERT OR IGNORE INTO datasets (dataset_id, length, seed, unit_size)"
-                " VALUES (?, ?, ?, ?)",
+                "INSERT INTO datasets (dataset_id, length, seed, unit_size, shuffle)"
+                " VALUES (?, ?, ?, ?, ?) ON CONFLICT (dataset_id)"
+                " DO UPDATE SET shuffle = excluded.shuffle WHERE shuffle = -1",
                 (dataset_id, *requested.values()),
             )
             dataset = find_dataset(cursor, dataset_id)
@@ -377,4 +391,4 @@ def _progress_of(cursor: sqlite3.Cursor, dataset: DatasetRow) -> DatasetProgress
     ]
     in_part = sum(epoch.trained_in_part for epoch in epochs)
     twice = sum(epoch.trained_twice for epoch in epochs)
-    return DatasetProgress(*dataset[1:], epochs, in_part, twice)
+    return DatasetProgress(*dataset[1:-1], epochs, in_part, twice)

@@ -7,15 +7,21 @@ import os
 import shutil
 import subprocess
 from contextlib import ExitStack
+from dataclasses import replace
 
 import httpx
 import pytest
 from waiting import stop_accepting, wait_until
 
-from composer_replication.coordinator.client import CoordinatorAwayError, CoordinatorClient
+from composer_replication.coordinator.client import (
+    CoordinatorAwayError,
+    CoordinatorClient,
+    NameTakenError,
+)
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.coordinator.server import Coordinator
+from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.json_files import read_json
@@ -71,6 +77,20 @@ def test_groups_hear_of_the_options_and_no_file_has_a_secret_of_them(start, tmp_
     write_report_html(tmp_path / "state", shown)
     for file in (tmp_path / "state").iterdir():
         assert not {word for word in (b"hub-", b"run-") if word + b"secret" in file.read_bytes()}
+
+
+@pytest.mark.parametrize(
+    "change", [{"length": 9}, {"seed": 1}, {"unit_size": 4}, {"shuffle": False}]
+)
+def test_a_dataset_that_differs_in_anything_is_refused_by_its_name(start, change):
+    client = CoordinatorClient(start().address, "secret")
+    dataset = DatasetSpec("c4", 8, seed=0, unit_size=2)
+    for _ in range(2):
+        client.create_dataset(dataset)
+    (name,) = change
+    with pytest.raises(NameTakenError, match=f"'c4' exists with {name} "):
+        client.create_dataset(replace(dataset, **change))
+    client.close()
 
 
 @pytest.mark.slow

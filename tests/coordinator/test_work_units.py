@@ -12,7 +12,7 @@ import pytest
 
 from composer_replication.coordinator import accounting
 from composer_replication.coordinator.database import Database, StorageError
-from composer_replication.coordinator.tables import StreamClosed, UnknownStream
+from composer_replication.coordinator.tables import DatasetMismatch, StreamClosed, UnknownStream
 from composer_replication.coordinator.work_units import EpochProgress, WorkUnits
 from coordinator.small_units import (
     LENGTH,
@@ -126,12 +126,15 @@ def test_a_damaged_stream_is_as_if_it_were_not_there(units, a, b, database, capl
     assert counts(units)[0] == 0
 
 
-def test_a_file_of_schema_version_2_is_read_on(units, a, b, database, path):
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_file_of_an_older_schema_version_is_read_on(units, a, b, database, path, version):
     lease_all(units, a)
     units.commit([(a, 8, 8)])
     with database.transaction() as cursor:
-        cursor.execute("ALTER TABLE streams ADD COLUMN at_lease INTEGER NOT NULL DEFAULT 0")
-        cursor.execute("PRAGMA user_version = 2")
+        if version == 2:
+            cursor.execute("ALTER TABLE streams ADD COLUMN at_lease INTEGER NOT NULL DEFAULT 0")
+        cursor.execute("ALTER TABLE datasets DROP COLUMN shuffle")
+        cursor.execute(f"PRAGMA user_version = {version}")
     database.close()
     again = Database(path)
     units = WorkUnits(again)
@@ -139,6 +142,10 @@ def test_a_file_of_schema_version_2_is_read_on(units, a, b, database, path):
     units.close(a)
     assert counts(units) == (9, 0, 14)
     assert units.lease(b, 0, 0).stop
+    # It does not say whether units are shuffled: the first group does.
+    units.create_dataset("c4", LENGTH, SEED, UNIT_SIZE, shuffle=False)
+    with pytest.raises(DatasetMismatch, match="shuffle 0, not 1"):
+        units.create_dataset("c4", LENGTH, SEED, UNIT_SIZE)
     again.close()
 
 
