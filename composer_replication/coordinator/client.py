@@ -82,9 +82,15 @@ class CoordinatorClient:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         # The transport reads SSL_CERT_FILE. The client's trust_env would also read proxies from the
         # environment: groups connect directly.
-        self._client = httpx.Client(
-            base_url=address, headers=headers, trust_env=False, transport=httpx.HTTPTransport()
-        )
+        try:
+            self._client = httpx.Client(
+                base_url=address, headers=headers, trust_env=False, transport=httpx.HTTPTransport()
+            )
+        except httpx.InvalidURL as error:  # which is no ValueError
+            raise ValueError(
+                f"coordinator_addr={address!r}: {error}. Use http://host:port, in the argument or "
+                "in COMPOSER_REPLICATION_COORDINATOR"
+            ) from None
 
     def with_limits(self, retry_s: float, timeout_s: float = TIMEOUT_S) -> Self:
         """The same connection with another ``retry_s``, and another timeout of one request."""

@@ -194,6 +194,7 @@ AWAY, RUN = "http://127.0.0.1:{closed}", "--coordinator {run} --hostname 127.0.0
 DILOCO = "quickstart.yaml callbacks.diloco."
 TROUBLES = [
     (f"--coordinator {AWAY}", "coordinator", "correct COMPOSER_REPLICATION_COORDINATOR"),
+    ("--coordinator http://host:port", "coordinator", "='http://host:port': Invalid port: 'port'"),
     (f"TORCHFT_LIGHTHOUSE={AWAY}", "lighthouse", "no lighthouse answers at"),
     (f"COMPOSER_REPLICATION_TOKEN=no {RUN}", "coordinator", "set COMPOSER_REPLICATION_TOKEN to "),
     ("NUM_REPLICA_GROUPS=two", "variables", "use the number of replica groups"),
