@@ -104,8 +104,8 @@ def is_known(error: BaseException | None) -> bool:
         # An error that a library raised deep inside a training step says little without a
         # traceback.
         return raised_by_us(error)
-    name = type(error).__name__  # by name: importing these classes would import torch
-    return name in ("SyncError", "DivergenceError") or (
+    name = type(error).__name__  # by name: importing most of these would import torch
+    return name in ("SyncError", "DivergenceError", "StorageError") or (
         name == "SimulationError" and is_known(error.__cause__)
     )
 

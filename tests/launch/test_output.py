@@ -12,6 +12,7 @@ import pytest
 from forked_commands import ForkedCommand, run
 
 from composer_replication.config_file import ConfigError
+from composer_replication.coordinator.database import StorageError
 from composer_replication.diloco.algorithm import SyncError
 from composer_replication.group.run_folder import EVENTS
 from composer_replication.launch.output import report_error
@@ -39,6 +40,7 @@ OF_A_REPLICA.__cause__, UNKNOWN.__cause__ = SyncError("x"), ZeroDivisionError("y
         (SettingsMismatch("sync_every: 5 here, 10 there"), 2),
         (FileNotFoundError("no such checkpoint"), 2),
         (SyncError("did not commit in 4 attempts"), 1),
+        (StorageError("coordinator.sqlite: The disk is full: free some space"), 1),
         (ConfigError("no such key"), 2),
         (TimeoutError("1 of 2 replica groups came"), 1),
         (OF_A_REPLICA, 1),
