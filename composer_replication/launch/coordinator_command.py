@@ -17,6 +17,7 @@ from composer_replication.config_file import ConfigError, diloco_section, load_s
 from composer_replication.coordinator import HEARTBEAT_TIMEOUT_S
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
 from composer_replication.launch.commands import OptionalCount, Set
+from composer_replication.launch.output import FAILED, print_error
 from composer_replication.launch.processes import POLL_S, Interrupts
 from composer_replication.options import COORDINATOR, TOKEN, ReplicaEnv, read_tokens
 from composer_replication.replica.addresses import is_loopback
@@ -71,8 +72,12 @@ class CoordinatorCommand:
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
 
-    def run(self) -> None:
-        """Serve until the process is asked to end."""
+    def run(self) -> int:
+        """Serve until the process is asked to end.
+
+        Returns:
+            The exit status: 1 if the service has ended before.
+        """
         config, source, left_out = load_settings(self.file, self.set or [])
         tokens = choose_tokens(self.token_file, self.no_token, self.bind, self.state_dir)
         settings, group = read_diloco(diloco_section(config))
@@ -120,6 +125,10 @@ class CoordinatorCommand:
                 report = {"written": shown["time"], "files": []}
                 page = write_report_html(self.state_dir, shown | {"report": report})
                 print(f"page: {page.absolute()}")
+        if interrupts.count:
+            return 0
+        print_error("Error: the coordinator's service has ended by itself: see the log")
+        return FAILED
 
 
 def choose_tokens(

@@ -1,15 +1,19 @@
-"""The run's secret in files, and where it is made.
+"""The run's secret in files, and where it is made; the exit status.
 
 Run: pytest tests/launch/test_coordinator_command.py.
 """
 
 import logging
+import os
 import re
+import signal
 
 import pytest
 
 from composer_replication.config_file import ConfigError
+from composer_replication.coordinator.server import Coordinator
 from composer_replication.launch.coordinator_command import (
+    CoordinatorCommand,
     choose_tokens,
     read_token_file,
     write_token_file,
@@ -103,3 +107,19 @@ def test_launch_prints_its_token_to_a_terminal_alone(tmp_path, monkeypatch):
     assert (tmp_path / "token").read_text() == "made\n" and mode(tmp_path / "token") == 0o600
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert token_hint("made", False, tmp_path) == "#token=made"
+
+
+def dies(coordinator):
+    return False
+
+
+def is_interrupted(coordinator):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return True
+
+
+@pytest.mark.parametrize(("event", "status"), [(dies, 1), (is_interrupted, 0)])
+def test_it_has_failed_unless_it_was_asked_to_end(tmp_path, monkeypatch, capsys, event, status):
+    monkeypatch.setattr(Coordinator, "is_serving", property(event))
+    assert CoordinatorCommand(bind="127.0.0.1:0", state_dir=tmp_path).run() == status
+    assert ("has ended by itself" in capsys.readouterr().err) == bool(status)
