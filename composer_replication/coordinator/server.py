@@ -49,7 +49,9 @@ class ServiceKeywords(TypedDict, total=False):
     """
 
     hostname: Annotated[str | None, None]
-    """Name of this machine for the groups. None: its host name."""
+    """Name of this machine for the groups. None: the address of ``bind``; if that is every
+    interface, the name under which a group has reached the service.
+    """
 
     tokens: Annotated[Sequence[str], ()]
     """Accepted tokens. Empty: requests need none."""

@@ -45,10 +45,13 @@ class CoordinatorCommand:
         new_settings: Serve other settings than before from the state folder. All groups have to be
             stopped, and resume with the new ones.
         token_file: File with the run's secret, or with two while it is being replaced. Default: the
-            environment's secret, else one is generated in the state folder.
+            environment's secret, else one is generated in the state folder, unless --bind is a
+            loopback address.
         no_token: Use no token: everybody who reaches the service can change the run.
-        replicas: Number of groups that a cold start waits for.
-        hostname: Name of this machine for the groups. Default: its host name.
+        replicas: Number of groups that a cold start waits for. Default: num_replicas of the
+            settings, else 1.
+        hostname: Name of this machine for the groups. Default: the address of --bind; if that is
+            every interface, the name under which a group has reached the service.
         heartbeat_timeout_s: A group counts as dead after this silence, in seconds.
         ssl_certfile: Certificate (PEM) with which to serve HTTPS.
         ssl_keyfile: Private key of the certificate.
