@@ -14,6 +14,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any, BinaryIO, Self
+from uuid import uuid4
 
 import psutil
 
@@ -29,9 +30,19 @@ GRACE_S = 5.0
 
 POLL_S = 0.1
 
-# It ends a process group when the launcher is gone, however that died: its standard input is a pipe
-# from the launcher, which then closes.
-_WATCHDOG = "read -r _; kill -s TERM -- -$0; sleep 5; kill -s KILL -- -$0"
+_MARK = "_COMPOSER_REPLICATION_GROUP"
+"""A variable that names the group in the environment of its processes. torchrun makes each rank a
+session of its own, and a rank whose agent has been killed is no longer below the group either.
+"""
+
+# It ends a group when the launcher is gone, however that died: its standard input is a pipe from
+# the launcher, which then closes.
+_WATCHDOG = f"""
+read -r _
+kill -s TERM -- -$0
+sleep 5
+kill -s KILL -- -$0 $(grep -lsz "^{_MARK}=$1$" /proc/[0-9]*/environ | cut -d / -f 3)
+"""
 
 _NOISE = [
     # Colours, and the rank that torch writes before every line of a traceback.
@@ -78,9 +89,10 @@ class Interrupts(ExitStack):
 class ReplicaGroups:
     """The processes of the replica groups. Leaving the context ends every one of them.
 
-    They get SIGTERM, and SIGKILL after ``GRACE_S`` seconds. Each group is a session of its own. The
-    terminal's Ctrl-C then reaches the launcher alone, and a group's ranks and loader workers can be
-    found after the process that started them has died.
+    They get SIGTERM, and SIGKILL after ``GRACE_S`` seconds. Each group is a session of its own, and
+    has a variable of its own in its environment. The terminal's Ctrl-C then reaches the launcher
+    alone, and a group's ranks and loader workers can be found after the process that started them
+    has died.
 
     Args:
         run_dir: The run's folder. A group's log is ``replica_<id>/log.txt`` in it.
@@ -97,6 +109,7 @@ class ReplicaGroups:
         self.run_dir = run_dir
         self._keeps_logs = keeps_logs
         self.interrupts = interrupts
+        self._run = uuid4().hex
         self._processes: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         self._watchdogs: dict[ReplicaId, subprocess.Popen[bytes]] = {}
         """The watchdog of each group of which a process may be alive."""
@@ -130,11 +143,12 @@ class ReplicaGroups:
         """
         log_file = _open_log(log_path(self.run_dir, replica_id)) if self._keeps_logs else None
         with log_file or nullcontext():
-            process = _start(command, env=environ, stdout=log_file, stderr=log_file)
+            marked = environ | {_MARK: self._mark(replica_id)}
+            process = _start(command, env=marked, stdout=log_file, stderr=log_file)
         self._processes[replica_id] = process
         # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
         # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
-        watchdog = ["/bin/sh", "-c", _WATCHDOG, str(process.pid)]
+        watchdog = ["/bin/sh", "-c", _WATCHDOG, str(process.pid), self._mark(replica_id)]
         self._watchdogs[replica_id] = _start(watchdog, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
 
     def last_line(self, replica_id: ReplicaId) -> str:
@@ -156,14 +170,20 @@ class ReplicaGroups:
             watchdog.communicate()
 
     def members(self, *replica_ids: ReplicaId) -> set[psutil.Process]:
-        """All processes in the sessions of these groups, and those below them."""
-        leaders = {self._processes[id].pid for id in replica_ids if id in self._watchdogs}
+        """All processes that have the sessions or the marks of these groups, and those below."""
+        living = [id for id in replica_ids if id in self._watchdogs]
+        leaders = {self._processes[id].pid for id in living}
+        marks = {self._mark(id) for id in living}
         members = set()
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if os.getsid(process.pid) in leaders:
+                # The environment of another user's process cannot be read, its session can.
+                if os.getsid(process.pid) in leaders or process.environ().get(_MARK) in marks:
                     members |= {process, *process.children(recursive=True)}
         return members
+
+    def _mark(self, replica_id: ReplicaId) -> str:
+        return f"{self._run}-{replica_id}"
 
     def _wait(
         self,

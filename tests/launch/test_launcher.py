@@ -301,8 +301,9 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
 
 
 @pytest.mark.integration
-def test_groups_end_when_the_launcher_is_killed(tmp_path):
-    launcher, pids = start_launcher(tmp_path, WAITS, num_pids=2)
+@pytest.mark.parametrize(("body", "num_pids"), [(WAITS, 2), (CLINGS, 4)])
+def test_groups_end_when_the_launcher_is_killed(tmp_path, body, num_pids):
+    launcher, pids = start_launcher(tmp_path, body, num_pids)
     launcher.kill()
     launcher.communicate(timeout=60)
-    wait_until(lambda: alive(pids) == [], 60)
+    wait_until(lambda: alive(pids) == [], 40)  # they would end by themselves after 60 s

@@ -12,17 +12,29 @@ import time
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 
 pytestmark = pytest.mark.integration
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+# As torchrun: its rank is a session of its own.
+AGENT = """
+import subprocess, sys, time
+rank = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
 
 
 def wait_for_end(groups, replica_id):
     while groups.exit_statuses()[replica_id] is None:
         time.sleep(0.02)
+
+
+def has_ended(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def watchdogs():
@@ -44,6 +56,21 @@ def test_each_group_that_lives_has_a_watchdog_and_one_that_is_killed_ends_no_gro
         groups.start(0, SLEEP, dict(os.environ))
         assert len(watchdogs() - before) == 2
     assert watchdogs() == before
+
+
+def test_a_rank_ends_with_its_group_though_its_agent_was_killed_before(tmp_path):
+    with ReplicaGroups(tmp_path, Interrupts()) as groups:
+        for replica_id in (0, 1):
+            groups.start(replica_id, [sys.executable, "-c", AGENT, SLEEP[-1]], dict(os.environ))
+        logs = [tmp_path / f"replica_{replica_id}" / "log.txt" for replica_id in (0, 1)]
+        wait_until(lambda: all(log.read_text().endswith("\n") for log in logs))
+        ranks = [psutil.Process(int(log.read_text())) for log in logs]
+        ranks[0].parent().kill()
+        wait_for_end(groups, 0)
+        groups.end(0)
+        wait_until(lambda: has_ended(ranks[0]), 10)
+        assert not has_ended(ranks[1])
+    assert has_ended(ranks[1])
 
 
 def test_what_has_the_number_of_a_group_that_has_ended_is_left_alone(tmp_path, monkeypatch):
