@@ -149,7 +149,12 @@ class ReplicaGroups:
         # A process of its own, since no handler runs in a launcher that is killed. It reads a pipe,
         # since PR_SET_PDEATHSIG reaches children alone, not the ranks below Composer's launcher.
         watchdog = ["/bin/sh", "-c", _WATCHDOG, str(process.pid), self._mark(replica_id)]
-        self._watchdogs[replica_id] = _start(watchdog, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL)
+        options = {"stdin": PIPE, "stdout": DEVNULL, "stderr": DEVNULL}
+        try:
+            self._watchdogs[replica_id] = _start(watchdog, **options)
+        except OSError:  # nothing else would end the group
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
     def last_line(self, replica_id: ReplicaId) -> str:
         """Return the last informative line of a group's log; empty if there is none, or no log."""

@@ -296,7 +296,10 @@ class Supervisor:
         record.restarts += 1
         record.in_a_row += 1
         record.started_at = time.time()
-        self.start(record.id)
+        try:
+            self.start(record.id)
+        except OSError as error:  # no more processes: its old exit status counts as another death
+            self.say(f"group {record.id} cannot be started: {error}")
 
     @property
     def _failure(self) -> str:

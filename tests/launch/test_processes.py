@@ -14,6 +14,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
+from composer_replication.launch import processes
 from composer_replication.launch.processes import Interrupts, ReplicaGroups
 
 pytestmark = pytest.mark.integration
@@ -56,6 +57,20 @@ def test_each_group_that_lives_has_a_watchdog_and_one_that_is_killed_ends_no_gro
         groups.start(0, SLEEP, dict(os.environ))
         assert len(watchdogs() - before) == 2
     assert watchdogs() == before
+
+
+def test_a_group_for_which_there_is_no_watchdog_ends(tmp_path, monkeypatch):
+    def start_no_watchdog(command, **options):
+        if command[0] == "/bin/sh":
+            raise BlockingIOError
+        return start(command, **options)
+
+    start = processes._start
+    monkeypatch.setattr(processes, "_start", start_no_watchdog)
+    with ReplicaGroups(tmp_path, Interrupts()) as groups:
+        with pytest.raises(BlockingIOError):
+            groups.start(0, SLEEP, dict(os.environ))
+        wait_until(lambda: groups.exit_statuses() == {0: -9}, 10)
 
 
 def test_a_rank_ends_with_its_group_though_its_agent_was_killed_before(tmp_path):

@@ -11,7 +11,7 @@ import time
 import pytest
 from failing_disk import no_file_above
 from run_events import write_events
-from scripted_groups import supervise, write
+from scripted_groups import Groups, supervise, write
 
 from composer_replication.launch import supervision
 
@@ -57,6 +57,23 @@ def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path, phase,
     assert groups.started == [1] * restarts
     # Its other ranks and workers end before it starts again.
     assert groups.ended == [1] * restarts + [0, 1]
+
+
+def test_a_restart_for_which_there_is_no_process_is_tried_again(tmp_path, monkeypatch):
+    failures = [BlockingIOError(11, "no process")] * 2
+    start = Groups.start
+
+    def start_in_vain(groups, replica_id):
+        if failures:
+            raise failures.pop()
+        start(groups, replica_id)
+
+    monkeypatch.setattr(Groups, "start", start_in_vain)
+    write(tmp_path, 0), write(tmp_path, 1)
+    lives = {0: [None], 1: [-9, None]}
+    failed, supervisor, groups = supervise(tmp_path, lives, on_look=finish_after(1))
+    assert failed == {} and groups.started == [1] and supervisor.restarts == {"0": 0, "1": 3}
+    assert supervisor.said[1] == "group 1 cannot be started: [Errno 11] no process"
 
 
 def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
