@@ -57,7 +57,13 @@ from composer_replication.launch.supervision import (
     SUPERVISED_HANG_TIMEOUT_S,
     Supervisor,
 )
-from composer_replication.options import TOKEN, ReplicaEnv, ReplicaOptions, check_replica_id
+from composer_replication.options import (
+    HANG_TIMEOUT,
+    TOKEN,
+    ReplicaEnv,
+    ReplicaOptions,
+    check_replica_id,
+)
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -74,6 +80,8 @@ HEARTBEAT_TIMEOUT_MS = 2_000
 
 It is short, since no network on one machine loses packets.
 """
+
+HangTimeout = Annotated[float, typer.Option(min=1.0, envvar=HANG_TIMEOUT)]
 
 
 @dataclass(kw_only=True)
@@ -94,7 +102,7 @@ class LaunchOptions:
     replicas: Count = 2
     max_restarts: Annotated[int, typer.Option(min=0)] = MAX_RESTARTS
     straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
-    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S
+    hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S
 
 
 def launch_groups(
@@ -225,7 +233,7 @@ def run_group(
     restarts: Annotated[int, typer.Option(min=0)] = 10,
     backoff_s: Annotated[float, typer.Option("--backoff")] = FIRST_PAUSE_S,
     nproc: OptionalCount = None,
-    hang_timeout_s: Annotated[float, typer.Option(min=1.0)] = SUPERVISED_HANG_TIMEOUT_S,
+    hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S,
     run_dir: Path | None = None,
 ) -> int:
     """Run the command after -- as one replica group of a run, and start it again when it dies.

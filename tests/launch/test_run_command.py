@@ -14,8 +14,10 @@ import threading
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 from waiting import wait_until
 
+from composer_replication import cli
 from composer_replication.config_file import ConfigError
 from composer_replication.launch.launcher import ENGINES, replica_id_from, run_group
 
@@ -88,6 +90,23 @@ def test_a_group_that_dies_is_started_again_and_its_output_is_ours(
     given = json.loads((tmp_path / "run" / "replica_site-a" / "environ.json").read_text())
     assert given["COMPOSER_REPLICATION_HANG_TIMEOUT_S"] == "15"
     assert given["RANK"] == "0"  # an engine's: the command may be one node of several
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("command", ["run", "launch"])
+@pytest.mark.parametrize(
+    ("option", "variable", "limit"),
+    [(["--hang-timeout-s", "30"], "7200", 30), ([], "7200", 7200), ([], "", 600)],
+)
+def test_the_time_until_a_hang_is_the_option_then_the_variable(
+    monkeypatch, command, option, variable, limit
+):
+    monkeypatch.setattr(cli, "launch_groups", lambda job, options: options.hang_timeout_s != limit)
+    monkeypatch.setenv("COMPOSER_REPLICATION_HANG_TIMEOUT_S", variable)
+    never = "--restarts" if command == "run" else "--max-restarts"
+    script = f"test $COMPOSER_REPLICATION_HANG_TIMEOUT_S = {limit}"
+    words = [command, never, "0", *option, "--", "sh", "-c", script]
+    assert CliRunner().invoke(cli.app, words).exit_code == 0
 
 
 @pytest.mark.integration
