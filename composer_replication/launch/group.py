@@ -84,8 +84,11 @@ class Group(History):
 
     @property
     def has_joined(self) -> bool:
-        """Whether its callback has written its status: the launcher's own has no steps."""
-        return "inner_steps" in self.status
+        """Whether its callback has written its status since the launch.
+
+        Before, the launcher's own says so, with the steps that an earlier process had reached.
+        """
+        return self.phase != "starting" and "trained_at" in self.status
 
     @property
     def silent_s(self) -> float:

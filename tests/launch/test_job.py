@@ -12,7 +12,7 @@ import pytest
 from scripted_groups import supervise
 
 from composer_replication.config_file import ConfigError, diloco_section, read_yaml, save_config
-from composer_replication.group.run_folder import STATUS
+from composer_replication.group.run_folder import STATUS, ReplicaFolder
 from composer_replication.launch import job as job_module
 from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import (
@@ -85,28 +85,36 @@ def test_a_file_of_settings_alone_also_names_the_folder_and_how_long_to_wait(tmp
 
 
 def test_groups_that_do_not_join_are_named_once_with_what_is_missing(tmp_path):
-    for replica_id, status in enumerate(({"phase": "joining", "inner_steps": 0}, {"phase": "x"})):
+    joins = {"phase": "joining", "inner_steps": 0, "trained_at": None}
+    # The position of an earlier process, as `run` leaves it.
+    earlier = {"phase": "starting", "inner_steps": 9, "trained_at": 5.0}
+    for replica_id, status in enumerate((joins, {"phase": "x"}, earlier)):
         (tmp_path / f"replica_{replica_id}").mkdir()
         (tmp_path / f"replica_{replica_id}" / STATUS).write_text(json.dumps(status))
 
     def said(timeout_s):
         def finish(groups, looks):
-            groups.lives = dict.fromkeys(range(3), [0 if len(looks) > 1 else None])
+            groups.lives = dict.fromkeys(range(4), [0 if len(looks) > 1 else None])
 
-        lives = dict.fromkeys(range(3), [None])
+        lives = dict.fromkeys(range(4), [None])
         return supervise(tmp_path, lives, on_look=finish, start_timeout_s=timeout_s)[1].said
 
-    text = f"Replica group 1, 2 has not joined after 0 seconds. {MISSING_CALLBACK}"
+    text = f"Replica group 1, 2, 3 has not joined after 0 seconds. {MISSING_CALLBACK}"
     assert said(0.0) == [text] and said(60.0) == []
 
 
 @pytest.mark.integration
-def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys):
+@pytest.mark.parametrize("resume", [False, True])
+def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, resume):
+    if resume:  # an earlier process had the callback
+        for replica_id in (0, 1):
+            folder = ReplicaFolder(tmp_path / "run", replica_id)
+            folder.write_status("training", inner_steps=9, trained_at=5.0)
     trains = "import time; print('epoch 1'); time.sleep(2)"
     (tmp_path / "a.yaml").write_text("callbacks: {diloco: {start_timeout_s: 0.5}}")
     command = [sys.executable, "-c", trains]
     own = {"settings": tmp_path / "a.yaml", "set": ["sync_every=3"], "run_dir": tmp_path / "run"}
-    job = job_of(JobOptions(command=command, **own))
+    job = job_of(JobOptions(command=command, resume=resume, **own))
     assert launch_groups(job, LaunchOptions()) == 2
     said = capsys.readouterr()
     assert "Replica group 0, 1 has not joined after 0 seconds" in said.out

@@ -189,7 +189,7 @@ def test_a_run_ends_with_a_summary_a_page_and_what_came_out(tmp_path, capsys):
         assert environ["COMPOSER_REPLICATION_HANG_TIMEOUT_S"] == "600"
 
 
-HAS_JOINED = "(folder / 'status.json').write_text('{\"inner_steps\": 1}'); print('goodbye')"
+HAS_JOINED = "(folder / 'status.json').write_text('{\"trained_at\": 1}'); print('goodbye')"
 BAD_INPUT = "print('a setting'); print('Error: t_warmup=5xx'); raise SystemExit(2)"
 
 
