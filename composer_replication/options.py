@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Literal, Self, TypedDict, Unpack
 
@@ -235,8 +235,8 @@ class ReplicaOptions:
 class ReplicaEnv:
     """The environment variables of this process. No other class reads them.
 
-    Of another variable whose name begins with ``COMPOSER_REPLICATION_`` a warning says that nothing
-    reads it. It is no error: Kubernetes sets such ones where a Service has that name.
+    Of another variable whose name begins with ``COMPOSER_REPL`` a warning says that nothing reads
+    it. It is no error: Kubernetes sets such ones where a Service has that name.
 
     | variable | meaning |
     |---|---|
@@ -282,9 +282,8 @@ class ReplicaEnv:
                 the time until a hang is not a number.
         """
         environ = os.environ if environ is None else environ
-        for name in environ:
-            if name.startswith(PREFIX) and name not in OWN_VARIABLES:
-                _warn_of(name)
+        for name in unread_variables(environ):
+            _warn_of(name)
         count = environ.get("NUM_REPLICA_GROUPS")
         if count is not None and (not count.isdecimal() or int(count) < 1):
             raise ValueError(f"NUM_REPLICA_GROUPS={count!r}: use the number of replica groups")
@@ -302,11 +301,18 @@ class ReplicaEnv:
         )
 
 
+def unread_variables(environ: Iterable[str]) -> list[str]:
+    """The names that look like ours, also with a misspelt prefix, and that nothing reads."""
+    return [
+        name for name in environ if name.startswith("COMPOSER_REPL") and name not in OWN_VARIABLES
+    ]
+
+
 @functools.cache
 def _warn_of(name: str) -> None:  # the environment is read several times
     # They are compared without the prefix, since with it all are similar.
     known = [each.removeprefix(PREFIX) for each in OWN_VARIABLES]
-    close = closest(name.removeprefix(PREFIX), known)
+    close = closest(name.split("_", 2)[-1], known)
     hint = f"did you mean {PREFIX}{close}?"
     is_of_a_service = name.startswith(tuple(f"{each}_" for each in OWN_VARIABLES))  # Kubernetes'
     if close is None or is_of_a_service:

@@ -38,11 +38,10 @@ from composer_replication.launch.commands import OptionalConfig, Overrides
 from composer_replication.launch.output import FAILED
 from composer_replication.options import (
     NO_TOKEN,
-    OWN_VARIABLES,
-    PREFIX,
     TOKEN,
     ReplicaEnv,
     ReplicaOptions,
+    unread_variables,
 )
 from composer_replication.replica import addresses, lighthouse
 from composer_replication.training import load_config, save_folder_of
@@ -170,7 +169,7 @@ def check_settings(job: Job) -> Iterator[Row]:
 def check_variables(job: Job) -> Iterator[Row]:
     """Show the variables except the token; the command line's options have precedence."""
     named = sorted(filter(VARIABLES.match, os.environ))
-    unread = [name for name in named if name.startswith(PREFIX) and name not in OWN_VARIABLES]
+    unread = unread_variables(named)
     hidden = {TOKEN: "(set)"} | dict.fromkeys(unread, "(nothing reads it)")  # it may be a token too
     shown = ", ".join(f"{name}={hidden.get(name, os.environ[name])}" for name in named)
     state = WARNING if unread else OK

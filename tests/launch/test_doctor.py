@@ -185,9 +185,11 @@ def test_variables_are_shown_without_the_token(monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     text = {name: text for _, name, text in doctor()[1]}["variables"]
     assert text == "COMPOSER_REPLICATION_TOKEN=(set), NCCL_DEBUG=INFO"
-    monkeypatch.setenv("COMPOSER_REPLICATION_TOKENS", "a secret")
-    state, text = {name: (state, text) for state, name, text in doctor()[1]}["variables"]
-    assert state == "warning" and "COMPOSER_REPLICATION_TOKENS=(nothing reads it)" in text
+    for name in ("COMPOSER_REPLICATION_TOKENS", "COMPOSER_REPLICATON_TOKEN", "COMPOSER_REPL_TOKEN"):
+        monkeypatch.setenv(name, "a secret")
+        state, text = {name: (state, text) for state, name, text in doctor()[1]}["variables"]
+        assert state == "warning" and f"{name}=(nothing reads it)" in text
+        assert "a secret" not in text
 
 
 AWAY, RUN = "http://127.0.0.1:{closed}", "--coordinator {run} --hostname 127.0.0.1"

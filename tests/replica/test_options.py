@@ -122,6 +122,8 @@ def test_one_group_that_knows_of_no_other_is_alone_and_needs_no_name(environ, is
         ("COMPOSER_REPLICATION_COORDINATOR_PORT", "those of groups are REPLICA_GROUP_ID"),
         ("COMPOSER_REPLICATION_RUNDIR", "did you mean COMPOSER_REPLICATION_RUN_DIR?"),
         ("COMPOSER_REPLICATION_HANG_TIMEOUT", "did you mean COMPOSER_REPLICATION_HANG_TIMEOUT_S?"),
+        ("COMPOSER_REPLICATON_TOKEN", "did you mean COMPOSER_REPLICATION_TOKEN?"),
+        ("COMPOSER_REPL_TOKEN", "did you mean COMPOSER_REPLICATION_TOKEN?"),
     ],
 )
 def test_a_variable_of_ours_that_nothing_reads_is_named_once(name, fix, caplog):
