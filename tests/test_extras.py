@@ -100,9 +100,8 @@ def test_an_extra_brings_what_its_package_imports(package, extra):
     own = {name for path in modules_of(package) for name in imports_of(path)}
     others = {name.partition(".")[0] for name in own} - sys.stdlib_module_names
     needed = {DISTRIBUTION.get(top, top) for top in others - {"composer_replication"}}
-    client_s = {"httpx", "tenacity"} if package == "coordinator" else set()  # a group's side
     brought = brought_by(extra) | distributions(PROJECT["dependencies"])
-    assert needed - client_s - OF_THE_CALLER <= brought
+    assert needed - OF_THE_CALLER <= brought
 
 
 def test_everything_but_the_tools_is_in_all():
@@ -175,7 +174,9 @@ def test_what_needs_an_extra_says_which_and_the_rest_is_there():
     pytest.param("coordinator configs/quickstart.yaml --state-dir {tmp}/state", {"fastapi"},
                  "composer-replication coordinator needs fastapi", "coordinator",
                  marks=pytest.mark.slow),
-], ids=["command", "coordinator"])  # fmt: skip
+    pytest.param("doctor --coordinator http://127.0.0.1:1", {"httpx"},
+                 "composer-replication doctor needs httpx", "launch", marks=pytest.mark.slow),
+], ids=["command", "coordinator", "doctor"])  # fmt: skip
 def test_a_command_without_its_extra_says_which(tmp_path, command, hidden, subject, extra):
     program = "from composer_replication.__main__ import main; main()"
     result = run(program, *command.format(tmp=tmp_path).split(), hidden=hidden)
