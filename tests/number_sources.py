@@ -59,7 +59,8 @@ def code(name: str, within: str = "") -> Any:
     number = r"(\(?[-\d.e*, ]+\)?)"
     line = re.compile(rf"^ *{name}\b(?:[^=\n]*= |: Annotated\[.*, ){number}", re.MULTILINE)
     quickstart = (ROOT / "examples" / "quickstart").glob("*.py")
-    modules = [p for p in (*PACKAGE.rglob("*.py"), *quickstart) if within in p.as_posix()]
+    paths = (*PACKAGE.rglob("*.py"), *quickstart)
+    modules = [path for path in paths if within in path.relative_to(ROOT).as_posix()]
     values = {value for path in modules for value in line.findall(path.read_text())}
     if len(values) != 1:
         raise ValueError(f"the package has {sorted(values) or 'no number'} for {name}: name one")
