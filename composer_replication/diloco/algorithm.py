@@ -274,10 +274,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Take part in the others' next sync, while there are no samples to train on.
 
         It blocks until the others start that sync. This group contributes the inner steps since its
-        last sync, and its next inner step begins a new round.
+        last sync, and its next inner step begins a new round. Without it the others could end the
+        run, or this group would fall behind and be healed.
         """
         self._check_counted()
-        self._outer.sync_idle()
+        self._send_all()
+        self._outer.sync(Role.IDLES)
 
     def final_sync(self) -> None:
         """Synchronise the inner steps since the last syncs, and end on the global parameters.
@@ -293,11 +295,18 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
                 are.
         """
         self._check_counted()
-        if self._others_have_stepped:
-            if not self.inner_steps:
-                raise self._uncounted()
-            self._outer.count_other_steps()
+        if self._others_have_stepped and not self.inner_steps:
+            raise self._uncounted()
+        self._send_all()
         self._outer.finish()
+
+    def _send_all(self) -> None:
+        """End the sync in flight, and have the next one send what was trained after it, by others
+        than the first optimizer too."""
+        self._outer.end_sync_early()
+        if self._others_have_stepped:
+            self._outer.count_other_steps()
+            self._others_have_stepped = False
 
     # ---- what the training loop reports -----------------------------------------------------
 
@@ -346,9 +355,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         """Announce that the next inner step is the last one.
 
         If all groups announce it, their last sync ends the run. Otherwise they need one more sync
-        to find out that no group has anything to send.
+        to find out that no group has anything to send. With several inner optimizers it does
+        nothing: the others may step after the first one's last step.
         """
-        self._outer.role = Role.ENDS
+        if len(self._inner_optimizers) == 1:
+            self._outer.role = Role.ENDS
 
     def read_from(self, stream: int) -> None:
         """Begin a sample stream: the samples of the next inner steps come from its start.

@@ -399,7 +399,6 @@ class OuterLoop:
         Groups that have ended take part in the syncs of those that still train, and contribute
         nothing.
         """
-        self._end_sync_early()
         while self._steps_since_sync or not self.result.is_over:
             is_alone = self.manager.num_participants() == 1  # one may have joined meanwhile
             if is_alone and not any(fragment.unsynced.inner_steps for fragment in self.fragments):
@@ -410,16 +409,7 @@ class OuterLoop:
             fragment.forget_local()
             fragment.globals.write_back()
 
-    def sync_idle(self) -> None:
-        """Take part in the others' next sync, with the inner steps since the last one.
-
-        It is for a group that has no samples at the moment and may get some. Without it the others
-        could end the run, or this group would fall behind and be healed.
-        """
-        self._end_sync_early()
-        self.sync(Role.IDLES)
-
-    def _end_sync_early(self) -> None:
+    def end_sync_early(self) -> None:
         """End the sync in flight, if there is one."""
         if self.in_flight is not None:
             with self.clock.blocking():

@@ -195,12 +195,16 @@ def train(models, optimizers, steps, first=0):
             optimizer.step()
 
 
-@pytest.mark.parametrize("steps", [8, 10])
+@pytest.mark.parametrize("before_the_last", [None, DiLoCo.expect_last_step, DiLoCo.sync_idle])
+@pytest.mark.parametrize("steps", [8, 9, 10])
 @pytest.mark.parametrize("counted", [0, 1])
-def test_several_optimizers_train_as_they_do_without_diloco(steps, counted):
+def test_several_optimizers_train_as_they_do_without_diloco(steps, counted, before_the_last):
     (models, optimizers), (expected, own) = halves(), halves()
     with alone(models, [optimizers[counted], optimizers[1 - counted]]) as diloco:
-        train(models, optimizers, steps)
+        train(models, optimizers, steps - 1)
+        if before_the_last is not None:
+            before_the_last(diloco)
+        train(models, optimizers, 1, steps - 1)
         diloco.final_sync()
     train(expected, own, steps)
     assert diloco.inner_steps == steps
@@ -220,6 +224,19 @@ def test_a_step_of_the_first_one_is_an_inner_step_and_others_may_step_more_or_le
         assert diloco.inner_steps == 4 * own
         for name, tensor in models.state_dict().items():  # nothing of the last steps is lost
             torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
+
+
+def test_a_last_step_of_another_one_while_a_sync_is_in_flight_is_sent_after_it():
+    models, (first, other) = halves()
+    delay = {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    with alone(models, [first, other], **delay) as diloco:
+        train(models[:1], [first], 1)
+        sent = models[1].weight.detach().clone()
+        train(models[1:], [other], 1)
+        trained = models[1].weight.detach().clone()
+        diloco.final_sync()
+    assert not torch.equal(sent, trained)
+    torch.testing.assert_close(models[1].weight.detach(), 0.5 * (sent + trained))
 
 
 def test_groups_with_several_optimizers_end_equal_with_weights_of_samples_too():
