@@ -179,12 +179,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         samples = self._samples
         self._samples = 0
         self._backwards = 0
-        self._others_have_stepped = False
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             # torch's GradScaler lets a fused optimizer's step run, and do nothing.
             self._manager.allow_state_dict_read()
             return
+        self._others_have_stepped = False
         self._watched.check_none_thawed(*self._inner_optimizers)
         self._watched.put_buffers_back()
         self._outer.count_inner_step(samples)

@@ -239,6 +239,24 @@ def test_a_last_step_of_another_one_while_a_sync_is_in_flight_is_sent_after_it()
     torch.testing.assert_close(models[1].weight.detach(), 0.5 * (sent + trained))
 
 
+@pytest.mark.parametrize("synced", [0, 4])
+def test_an_overflow_of_the_first_one_is_no_error_and_loses_no_step_of_another_one(synced):
+    models, (_, other) = halves()
+    first = torch.optim.SGD(models[0].parameters(), lr=0.1, fused=True)
+    with alone(models, [first, other]) as diloco:
+        train(models[:1], [first], synced)
+        train(models[1:], [other], 1)
+        first.found_inf = torch.tensor(1.0)  # as torch's GradScaler tells a fused optimizer
+        train(models[:1], [first], 1)
+        del first.found_inf
+        diloco.forget_counted()
+        if not synced:
+            train(models[:1], [first], 1)
+        trained = models[1].weight.detach().clone()
+        diloco.final_sync()
+    torch.testing.assert_close(models[1].weight.detach(), trained)
+
+
 def test_groups_with_several_optimizers_end_equal_with_weights_of_samples_too():
     def replica(sim):
         models, optimizers = halves()
