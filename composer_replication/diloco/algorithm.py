@@ -168,10 +168,12 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     # ---- the schedule -----------------------------------------------------------------------
 
+    # Unlike torchft's hooks these do not lock the state for a step: it is read in ``start_quorum``,
+    # which this thread waits for. After a step that raises, as without memory, the lock would stay.
+
     def _step_pre_hook(self, *step: Any) -> None:
         if self.counts_steps:
             self._backwards = -math.inf  # those of LBFGS and SAM within a step do not count
-            self._manager.disallow_state_dict_read()  # a donor sends no half step
 
     def _step_post_hook(self, *step: Any) -> None:
         if not self.counts_steps:
@@ -182,13 +184,11 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         found_inf = getattr(self._local_optimizer, "found_inf", None)
         if found_inf is not None and found_inf.item():
             # torch's GradScaler lets a fused optimizer's step run, and do nothing.
-            self._manager.allow_state_dict_read()
             return
         self._others_have_stepped = False
         self._watched.check_none_thawed(*self._inner_optimizers)
         self._watched.put_buffers_back()
         self._outer.count_inner_step(samples)
-        self._manager.allow_state_dict_read()
         with self._outer.clock.blocking():
             if self._outer.steps_left == self.settings.fragment_sync_delay:
                 self._outer.send()

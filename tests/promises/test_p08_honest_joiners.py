@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from common import Constant, plain_sgd
 from harness.groups import ALL, MOVES, TWO, Group, attempt, run, traces
 
@@ -86,6 +87,24 @@ def test_a_donor_that_dies_in_the_heal_is_replaced_by_another():
     assert second[5] == (third_sync, third_sync)
     assert joiner[0][1] == third_sync
     assert second[7] == joiner[1] == (third_sync - 2 * 4.0,) * 2
+
+
+def test_a_donor_whose_inner_step_has_failed_can_still_be_read():
+    def without_memory():
+        raise torch.OutOfMemoryError
+
+    def replica(sim):
+        is_read = [True]  # torchft's donor fails each heal while its state is locked
+        sim.manager.disallow_state_dict_read = lambda: is_read.append(False)
+        sim.manager.allow_state_dict_read = lambda: is_read.append(True)
+        with Group(sim, sync_every=2) as group:
+            group.step(-1.0)
+            with pytest.raises(torch.OutOfMemoryError):
+                group.inner.step(without_memory)
+            group.end()
+            return is_read[-1]
+
+    assert simulate(replica, num_replicas=1) == [True]
 
 
 # ---- who may begin a run -----------------------------------------------------------------------

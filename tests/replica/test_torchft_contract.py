@@ -187,6 +187,9 @@ def test_the_manager_still_does_what_ours_hangs_on():
     assert "self._reconfigure_pg(quorum_id, quorum.reconfigure_handles)" in quorum
     # We add to what it hands around; every member gets the handles of all.
     assert "reconfigure_handle=self._pg.get_reconfigure_handle()" in quorum
+    # A donor's state is read in a quorum alone, so our inner steps do not lock it.
+    read = "self._manager_state_dict()"
+    assert read in quorum and inspect.getsource(Manager).count(read) == 1
     start = inspect.getsource(Manager.start_quorum)
     assert "self._executor.submit(" in start and "self.wait_quorum()" in start
     # We put a function in the place of ManagerServer that binds it to an address.
