@@ -244,7 +244,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         try:
             with self._outer.clock.blocking():
                 self.has_joined_others = join(self._outer, self._start_refusal)
-        except BaseException:
+        except BaseException as error:  # Ctrl-C too: peers would wait until their timeout
+            self._outer.manager.report_error(error)
             self.hang_watch.stop()
             raise
         finally:

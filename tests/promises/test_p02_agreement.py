@@ -42,6 +42,20 @@ def test_initial_parameters_that_are_not_finite_are_refused_before_any_group_tak
         simulate(replica, num_replicas=2)
 
 
+@pytest.mark.parametrize("own", [
+    {"model": Constant(math.inf)},
+    {"start_refusal": "it has begun", "num_replicas": 1},
+], ids=["not finite", "refuses"])  # fmt: skip
+def test_who_leaves_at_the_start_reports_it_and_nobody_waits_in_the_quorum(own):
+    def replica(sim):
+        is_first = sim.replica_id == 0
+        said = attempt(Group(sim, **own if is_first else {"num_replicas": 1}).__enter__)()
+        error = sim.manager.errored()
+        return said == f"{type(error).__name__}: {error}" if is_first else error
+
+    assert simulate(replica, num_replicas=2) == [True, None]
+
+
 # ---- the end -----------------------------------------------------------------------------------
 
 
