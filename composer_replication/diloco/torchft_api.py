@@ -133,6 +133,7 @@ class StockManager(TellsNothing):
 
     def __init__(self, stock: Any) -> None:
         self.stock = stock
+        stock._init_sync = False  # DiLoCo starts the groups itself, ADR-006
         self.settings: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
@@ -22,6 +23,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torchft.local_sgd
+from common import plain_sgd
+from harness.groups import Group
 from torch import nn
 from torchft.manager import Manager
 
@@ -31,7 +34,9 @@ from composer_replication.diloco.torchft_api import (
     StockManager,
     as_diloco_manager,
 )
+from composer_replication.replica.lighthouse import start_lighthouse
 from composer_replication.replica.manager import ReplicaManager
+from composer_replication.replica.process_group import host_store, make_process_group
 from composer_replication.replica.single_group import SingleGroupManager
 from composer_replication.simulation.simulation import simulate
 
@@ -175,6 +180,31 @@ def test_groups_with_torchfts_own_manager_end_with_the_same_bits():
         for kind in (OnlyTorchfts, lambda manager: manager)
     )
     assert stock == ours and len(set(stock)) == 1 and stock[0][1] == 3
+
+
+@pytest.mark.integration
+def test_groups_with_torchfts_own_manager_lose_no_step_after_their_start():
+    lighthouse = start_lighthouse(bind="127.0.0.1:0", min_replicas=2)
+
+    def train(group_id):
+        store = host_store("127.0.0.1")
+        manager = Manager(
+            make_process_group("gloo", 10.0, "127.0.0.1"), None, None, 2, False,
+            rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
+            lighthouse_addr=lighthouse.address(), replica_id=f"own_{group_id}",
+            hostname="127.0.0.1",
+        )  # fmt: skip
+        group = Group(SimpleNamespace(replica_id=group_id, num_replicas=2, manager=manager),
+                      outer=plain_sgd(), sync_every=2, num_replicas=2)  # fmt: skip
+        with group:
+            group.step(-1.0, -1.0, -1.0, -1.0)
+        manager.shutdown()
+        manager._checkpoint_transport._server.server_close()  # torchft leaves its socket open
+        return group.theta, group.of_reports("outer_step", "healed")
+
+    with ThreadPoolExecutor() as threads:
+        assert [*threads.map(train, range(2))] == [([6.0], [(1, False), (2, False)])] * 2
+    lighthouse.shutdown()
 
 
 def test_the_manager_still_does_what_ours_hangs_on():
