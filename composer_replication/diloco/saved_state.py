@@ -42,8 +42,13 @@ def saved_state(loop: OuterLoop, *, copies: bool) -> dict[str, Any]:
         "residual": residual,
         "local_step": loop.steps_before_sync - loop.steps_left,
     }
-    if copies and not state.fragments[0].is_shared:  # what was gathered is a copy
+    if not copies:
+        return saved
+    if not state.fragments[0].is_shared:
         return tree_map_only(Tensor, Tensor.clone, saved)
+    # What was gathered is a copy. These buffers are whole on each rank.
+    for fragment, whole in zip(state.fragments, saved["fragments"], strict=True):
+        whole["theta"] |= tree_map_only(Tensor, Tensor.clone, fragment.copied.values)
     return saved
 
 

@@ -106,9 +106,25 @@ def one_rank(process, folder):
     # What may look at a whole tensor is given whole ones, on every rank.
     of_one, of_four = (train(ranks, CASES["vanilla"], adam)[1:4] for ranks in (None, world))
     assert are_equal(of_one, of_four)
+    keep_copies(world)
     keep_step(rank, world)
     heal_together(rank, world)
     ask_alone(rank, world)
+
+
+def keep_copies(world):
+    """A state of copies stays as it is while training goes on, with a sync in flight too."""
+
+    def replica(group):
+        group.step(0.1)
+        state = group.diloco.state_dict()
+        before = copy.deepcopy(state)
+        group.model.blocks[1].num_batches_tracked += 1
+        group.step(*[0.1] * 4)
+        return are_equal(state, before)
+
+    for name, settings in CASES.items():
+        assert run(1, replica, model=Model, ranks=world, **settings) == [True], name
 
 
 def keep_step(rank, world):
