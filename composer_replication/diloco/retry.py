@@ -172,7 +172,7 @@ class SyncRetries:
             )
             time.sleep(POLL_S)
         else:
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**self.count)
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(self.count, 10))
             self.count += 1
             log.warning(
                 "The sync after outer step %d did not commit, attempt %d: %s. Nothing is lost; "
@@ -294,7 +294,8 @@ class StartBarrier:
 
         Raises:
             TimeoutError: ``start_timeout_s`` has passed, and too few groups are connected to start
-                with; or the start has failed ``MAX_FAILED_JOINS`` times because of this group.
+                with; or the start has failed ``MAX_FAILED_JOINS`` times in a row, and another group
+                is not known to have caused it.
         """
         manager = self._manager
         error = _original(manager.errored())
@@ -316,11 +317,13 @@ class StartBarrier:
         time.sleep(START_POLL_S)
         manager.start_quorum()  # only this says which group has caused the failure
         if not is_failure or manager.fault == "another":
+            self._failures = 0
             return
         self._failures += 1
         if self._failures == MAX_FAILED_JOINS:
+            whose = "because of this group" if manager.fault else "and nobody is known to cause it"
             raise TimeoutError(
-                f"the start has failed {self._failures} times because of this group, which leaves. "
+                f"the start has failed {self._failures} times in a row {whose}: this group leaves. "
                 f"The last time {situation}"
             )
 

@@ -4,10 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 from common import Constant
-from harness.groups import Group, run, traces
+from harness.groups import Group, attempt, run, traces
 
 from composer_replication import simulate
-from composer_replication.diloco.retry import SyncError, SyncRetries
+from composer_replication.diloco.retry import (
+    StartBarrier,
+    StartPostponed,
+    SyncError,
+    SyncRetries,
+)
+from composer_replication.options import ReplicaOptions
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 
@@ -131,7 +137,7 @@ def test_time_with_enough_groups_is_no_wait_for_them(monkeypatch):
         start_quorum=lambda: None,
     )
     retries = SyncRetries(manager, SimpleNamespace(outer_step=1), give_up_after_s=10.0)
-    for _ in range(10):  # for more than 20 s, others make the sync fail
+    for _ in range(1_100):  # for more than an hour, others make the sync fail
         retries.form_quorum(False, False)
     present[0] = 1
     for _ in range(10):
@@ -139,6 +145,28 @@ def test_time_with_enough_groups_is_no_wait_for_them(monkeypatch):
     with pytest.raises(SyncError, match="1 replica groups are connected"):
         for _ in range(2):
             retries.form_quorum(False, False)
+
+
+FAILED, POSTPONED = OSError("lost"), StartPostponed("1 of 2")
+
+
+@pytest.mark.parametrize(("attempts", "says"), [
+    ([(FAILED, None), (FAILED, None)], "and nobody is known to cause it: this group leaves"),
+    ([(FAILED, None), (FAILED, "this")], "because of this group: this group leaves"),
+    ([(FAILED, "this"), (FAILED, "another"), (FAILED, "this")], None),
+    ([(FAILED, None), (POSTPONED, None), (FAILED, None)], None),
+])  # fmt: skip
+def test_a_start_that_fails_twice_in_a_row_says_whose_fault_it_is(attempts, says, monkeypatch):
+    monkeypatch.setattr("composer_replication.diloco.retry.START_POLL_S", 0.0)
+    manager = SimpleNamespace(_min_replica_size=1, num_participants=lambda: 2)
+    manager.start_quorum = lambda: None
+    barrier = StartBarrier(manager, ReplicaOptions(), None)
+    said = None
+    for error, fault in attempts:
+        manager.errored = lambda error=error: error
+        manager.fault = fault
+        said = attempt(barrier.form_quorum)()
+    assert said is None if says is None else f"failed 2 times in a row {says}" in said
 
 
 def test_a_resume_may_have_another_min_replica_size():
