@@ -120,9 +120,10 @@ class SettingKeywords(TypedDict, total=False):
     sync_buffers: Annotated[SyncBuffers, "mean"]
     """How the model's persistent buffers are treated, such as BatchNorm's running statistics.
     ``mean``: they are part of the global state. Floating-point buffers are averaged with the
-    parameters. All groups take integer, boolean and infinite ones from the first group of each
-    sync, as they were when that group sent them. ``none``: each group keeps its own, and the groups
-    end with different models if they differ.
+    parameters. All groups take integer, boolean, float64 and infinite ones from the first group of
+    each sync, as they were when that group sent them; if it contributes nothing, these go back to
+    their global values. ``none``: each group keeps its own, and the groups end with different
+    models if they differ.
     """
 
     wire_format: Annotated[WireFormatName, "float32"]

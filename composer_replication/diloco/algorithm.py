@@ -97,14 +97,17 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         ValueError: An argument is out of range, the fragments and the inner optimizer hold
             different parameters, or the outer optimizer ascends. Before any network is touched.
         SettingsMismatch: On entering, if this group's settings differ from the others'.
-        TimeoutError: On entering, if too few groups were connected in time.
+        TimeoutError: On entering, if too few groups were connected in time, or the start has failed
+            too often.
         NothingToContinueFromError: On entering, if all are connected and none may begin the run
             (``start_refusal``).
-        SyncError: From the inner optimizer's ``step``, after ``max_sync_retries`` retries in a row
-            that no group is known to have caused (``SyncRetries``).
+        SyncError: On entering, and from the inner optimizer's ``step``, ``sync_idle`` and
+            ``final_sync``, after ``max_sync_retries`` retries in a row that no group is known to
+            have caused (``SyncRetries``), or for another cause that ``SyncError`` names.
         DivergenceError: From there too, if this group's global parameters are not the others'.
-        ValueError: In training, if the weights change and ``inner_optimizer`` does not step: from
-            the backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
+        ValueError: On entering, if all start from this group's parameters and these are not finite.
+            In training, if the weights change and ``inner_optimizer`` does not step: from the
+            backward pass, ``forget_counted``, ``sync_idle`` or ``final_sync``.
     """
 
     # Settings and options arrive as two objects. The DiLoCo of plain_loop.py, which scripts import,
@@ -445,6 +448,8 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` returned. The model's parameters are loaded elsewhere.
+
+        Call it before ``with``, where the groups find out who has the newest state.
 
         Settings may have changed since it was saved, except those that define the fragments and the
         messages. Changes are logged.

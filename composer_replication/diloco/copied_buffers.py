@@ -1,4 +1,4 @@
-"""Buffers that are not averaged: all groups have those of the first group of a sync."""
+"""Buffers that are not averaged: all groups take those of the first group of a sync."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def has_mean(buffer: Tensor) -> bool:
 class CopiedBuffers:
     """The buffers of a fragment as the first group of each sync has them.
 
-    Integer and boolean buffers have no mean: every group takes over those of the first group. A
+    Integer, boolean and float64 buffers have no mean: every group takes over those of the first
+    group. If that one contributes nothing to the sync, all go back to the global values. Another
     floating-point buffer is averaged, but a mask of -inf or a minimum that begins at inf has no
     mean either: while its global value is not finite, it is taken over too (ADR-054).
 

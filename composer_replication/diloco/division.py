@@ -60,8 +60,8 @@ class Division:
     """How tensors that lie one after the other are divided among the ranks of a group.
 
     Without other ranks it holds all of them, and nothing is sent. With other ranks ``sum``,
-    ``level``, ``gather``, ``whole`` and ``digest`` may be collectives: all ranks of the group call
-    them in the same order, and get the same result.
+    ``level``, ``gather``, ``gathered``, ``whole`` and ``digest`` may be collectives: all ranks of
+    the group call them in the same order, and get the same result.
 
     Each rank averages what it holds with the same rank of the other groups. So the traffic between
     groups does not grow with their ranks. Ranks with shares then gather the result over the fast

@@ -107,7 +107,7 @@ class FragmentSync:
     ``perform_sync`` waits for the mean, votes, and then takes the outer step and writes the global
     parameters back into the model, while they are in cache.
 
-    Nothing is applied before the vote, so a sync that did not commit leaves no trace and can be
+    Nothing is applied before the vote, so a sync that did not commit moves no parameter and can be
     tried again.
 
     Args:
@@ -153,7 +153,8 @@ class FragmentSync:
         self.is_joining = False
         self.result = TableResult()
         self.unsound_in_a_row = 0
-        """How many syncs in a row have left out what this group has sent of it."""
+        """How many syncs in a row have left out what this group has sent of it. One that was not
+        finite counts for every fragment."""
 
     # ---- a sync ----------------------------------------------------------------------------------
 

@@ -33,7 +33,10 @@ def join(loop: OuterLoop, start_refusal: str | None) -> bool:
         Whether this group has joined others in training.
 
     Raises:
-        TimeoutError: Too few groups were connected in time, or the join failed too often.
+        TimeoutError: Too few groups were connected in time, or the start failed too often.
+        SyncError: The sync in which this group joins failed too often.
+        DivergenceError: In that sync, the global parameters were not the others'.
+        ValueError: This is the first group, and its initial parameters are not finite.
         SettingsMismatch: This group's settings differ from the others'.
         NothingToContinueFromError: All groups are connected, and none may begin the run.
     """

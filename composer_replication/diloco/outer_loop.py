@@ -320,7 +320,7 @@ class OuterLoop:
 
         Raises:
             SyncError: More than ``max_sync_retries`` syncs of the fragment in a row had such a
-                pseudo-gradient.
+                pseudo-gradient; one that is not finite counts for every fragment.
         """
         is_finite = fragment.mean.is_finite
         sick = [fragment] if is_finite else self.fragments

@@ -42,7 +42,8 @@ class SyncError(RuntimeError):
     """A sync did not commit, and its retries are used up.
 
     It is also raised if there was no quorum, or one with too few groups, for longer than
-    ``give_up_after_s``. The local parameters are kept.
+    ``give_up_after_s``; and if this group's pseudo-gradient was not sound in more than
+    ``max_sync_retries`` syncs in a row. The local parameters are kept, except in the last case.
     """
 
 

@@ -23,7 +23,7 @@ class SyncReport:
         fragment: (index; result) The fragment that was synced, from 0.
         num_participants: (groups; page, terminal) Groups in the quorum.
         contribution: (weight) This group's weight in the mean; 0 if it had nothing to send, or
-            what was not finite.
+            what was not finite, or was left out.
         total_contribution: (weight; page, terminal) The sum of all weights; 0 means that nothing
             moved.
         inner_steps: (steps; page, result) Inner steps of this group since the run began. No metric
@@ -44,9 +44,10 @@ class SyncReport:
         sync_every: (steps) Inner steps of this group in a round, from now on: by the settings
             ``sync_every`` and ``schedule``, or measured for ``round_seconds``.
         steps_lost: (steps; page, result) Inner steps that this group has thrown away since the
-            previous sync, because it took the global state from a peer or its pseudo-gradient was
-            not finite. 0 for a joiner.
-        retries: (attempts; page) Attempts that did not commit before this one did.
+            previous sync, because it took the global state from a peer, or its pseudo-gradient was
+            not finite or was left out.
+        retries: (attempts; page) Attempts that did not commit before this one did, without those
+            for which too few groups were connected.
         healed: (0 or 1; page) Whether this group took the global state from a peer in this sync.
         outer_lr: (rate) Learning rate of the outer optimizer in this sync.
         outer_momentum: (0 to 1) Its momentum in this sync; 0 if it has none of that name.

@@ -54,7 +54,7 @@ class QuantizedMean(WeightedMean):
     has taken from what it sent, its *residual*, and adds it to its next pseudo-gradient. A residual
     is a part of the sum: it is divided by the group's weight in the sync that sends it. What is
     rounded on the way back is the residual of the group that rounded it. Residuals change only at a
-    commit.
+    commit, except that those of frozen tensors and of what is not finite are forgotten before.
 
     Args:
         layout: See ``WeightedMean``.
