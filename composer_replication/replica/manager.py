@@ -276,7 +276,7 @@ class ReplicaManager(InterruptibleManager):
             try:
                 return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
             except QuorumDeclined:
-                self.member.missing.wait(self._waiting.began)
+                self.member.missing.wait()
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)
                 self._go_on()
