@@ -276,6 +276,7 @@ class ReplicaManager(InterruptibleManager):
             try:
                 return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
             except QuorumDeclined:
+                self._go_on()
                 self.member.missing.wait()
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)

@@ -5,6 +5,7 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 
 import logging
 import re
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from composer_replication.diloco.retry import SyncError
 from composer_replication.replica import factory as replica
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
+from composer_replication.replica.quorum_member import QuorumDeclined
 
 NOBODY = "http://no-such-host.invalid:29510"
 
@@ -161,6 +163,17 @@ def test_a_wait_for_a_quorum_is_given_up_with_what_was_missing(start_lighthouse)
     address = start_lighthouse(min_replicas=2)
     manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=0.5)
     with pytest.raises(SyncError, match="waited for a quorum for .* only have 1 .*Start the miss"):
+        manager.start_quorum()
+    manager.shutdown()
+
+
+@pytest.mark.integration
+def test_quorums_that_are_declined_again_and_again_are_given_up_too(start_lighthouse):
+    # A group that is left out gets one at once, as often as its peers sync.
+    address = start_lighthouse()
+    manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=0.5)
+    manager.member.use = Mock(side_effect=[QuorumDeclined] * 50)
+    with pytest.raises(SyncError, match="waited for a quorum for .*, above give_up_after_s=0.5"):
         manager.start_quorum()
     manager.shutdown()
 
