@@ -421,6 +421,9 @@ class ReplicaManager(InterruptibleManager):
                 free_uuids[replica_id, self._lighthouse_addr] = uuid
             _departed.append(self)
             self.store = None
+            # New ones: a thread of torchft's may be reading these. They hold model and trainer.
+            self._load_state_dict_fns = {}
+            self._user_state_dicts = {}
 
     def release(self) -> None:
         """Close what ``shutdown`` has left open: sockets, threads and ports."""
@@ -436,7 +439,5 @@ class ReplicaManager(InterruptibleManager):
             "member",
             "_manager",
             "_checkpoint_transport",
-            "_load_state_dict_fns",
-            "_user_state_dicts",
         ):
             setattr(self, name, None)

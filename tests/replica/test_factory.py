@@ -3,8 +3,10 @@
 Real: logging, process group objects, a store; in the last test the lighthouse and the Manager.
 """
 
+import gc
 import logging
 import re
+import weakref
 from unittest.mock import Mock
 
 import psutil
@@ -13,6 +15,7 @@ import torch
 from torchft.manager import Manager
 
 from composer_replication.diloco.retry import SyncError
+from composer_replication.group.plain_loop import DiLoCo
 from composer_replication.replica import factory as replica
 from composer_replication.replica.addresses import bracketed
 from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
@@ -156,6 +159,22 @@ def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice(start
     manager.shutdown()
     manager.shutdown()
     assert manager.store is None
+
+
+@pytest.mark.integration
+def test_a_manager_that_has_left_does_not_hold_what_was_trained(start_lighthouse):
+    model = torch.nn.Linear(2, 2)
+    manager = make_manager(replica_id=0, lighthouse_addr=start_lighthouse())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = DiLoCo(manager, model, optimizer, sync_every=2, num_replicas=1)
+    with diloco:
+        for _ in range(4):
+            optimizer.step()
+    kept = weakref.ref(model), weakref.ref(diloco._state)
+    manager.shutdown()
+    del manager, model, diloco, optimizer
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
 
 
 @pytest.mark.integration
