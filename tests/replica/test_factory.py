@@ -17,7 +17,7 @@ from torchft.manager import Manager
 from composer_replication.diloco.retry import SyncError
 from composer_replication.group.plain_loop import DiLoCo
 from composer_replication.replica import factory as replica
-from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.addresses import bracketed, does_answer
 from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
 from composer_replication.replica.quorum_member import QuorumDeclined
 
@@ -195,6 +195,16 @@ def test_quorums_that_are_declined_again_and_again_are_given_up_too(start_lighth
     with pytest.raises(SyncError, match="waited for a quorum for .*, above give_up_after_s=0.5"):
         manager.start_quorum()
     manager.shutdown()
+
+
+@pytest.mark.integration
+def test_a_manager_that_cannot_be_made_leaves_no_server(start_lighthouse, monkeypatch):
+    failing = Mock(side_effect=RuntimeError("no port"))
+    monkeypatch.setattr(replica, "ReplicaManager", failing)
+    with pytest.raises(RuntimeError, match="no port"):
+        make_manager(replica_id=0, lighthouse_addr=start_lighthouse())
+    *_, transport, _ = failing.call_args.args
+    assert not does_answer(transport.server.address)
 
 
 @pytest.mark.integration
