@@ -369,7 +369,8 @@ class ReplicaManager(InterruptibleManager):
         boards = {
             name: partial(client.ask, report.board) for name, report in self.member.reports.items()
         }
-        # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
+        # Twice the limit: a member takes up to one limit to find out whom it cannot reach, if their
+        # names have one IP address each.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
         places = dict(zip(boards, map(json.loads, handles), strict=True))
         unreachable = self._find_unreachable(places)
