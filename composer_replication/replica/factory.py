@@ -149,12 +149,12 @@ def connect(
     try:
         check_hostname(*host_and_port(server.address), lighthouse_addr)
         transport.fetch()  # before the groups in training see this one
+        own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
+        with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
+            return ReplicaManager(options, ranks, store_address, process_group, transport, store)
     except BaseException:
         server.close()
         raise
-    own_uuid = free_uuids.pop((replica_id, lighthouse_addr), None) or str(uuid.uuid4())
-    with _manager_server_at(own_address(hostname), own_uuid) if rank == 0 else nullcontext():
-        return ReplicaManager(options, ranks, store_address, process_group, transport, store)
 
 
 def _find_store(

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from http.client import HTTPException
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
 from typing import TYPE_CHECKING, Any
@@ -181,8 +182,10 @@ def read_status(lighthouse_addr: str) -> LighthouseStatus:
     try:
         with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=CONNECT_TIMEOUT_S) as answer:
             page = answer.read().decode(errors="replace")
-    except OSError as error:
-        return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({error})")
+    except (OSError, HTTPException) as error:
+        return LighthouseStatus(
+            situation=f"the lighthouse at {lighthouse_addr} is away ({error!r})"
+        )
     members = tuple(
         Member(name, int(step), addr, int(ranks))
         for name, step, addr, ranks in _MEMBER.findall(page)

@@ -276,7 +276,8 @@ class ReplicaManager(InterruptibleManager):
             try:
                 return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
             except QuorumDeclined:
-                self.member.missing.wait(self._waiting.began)
+                self._go_on()
+                self.member.missing.wait()
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)
                 self._go_on()
@@ -368,7 +369,8 @@ class ReplicaManager(InterruptibleManager):
         boards = {
             name: partial(client.ask, report.board) for name, report in self.member.reports.items()
         }
-        # Twice the limit: a member takes up to one limit to find out whom it cannot reach.
+        # Twice the limit: a member takes up to one limit to find out whom it cannot reach, if their
+        # names have one IP address each.
         rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
         places = dict(zip(boards, map(json.loads, handles), strict=True))
         unreachable = self._find_unreachable(places)
@@ -420,6 +422,9 @@ class ReplicaManager(InterruptibleManager):
                 free_uuids[replica_id, self._lighthouse_addr] = uuid
             _departed.append(self)
             self.store = None
+            # New ones: a thread of torchft's may be reading these. They hold model and trainer.
+            self._load_state_dict_fns = {}
+            self._user_state_dicts = {}
 
     def release(self) -> None:
         """Close what ``shutdown`` has left open: sockets, threads and ports."""
@@ -435,7 +440,5 @@ class ReplicaManager(InterruptibleManager):
             "member",
             "_manager",
             "_checkpoint_transport",
-            "_load_state_dict_fns",
-            "_user_state_dicts",
         ):
             setattr(self, name, None)

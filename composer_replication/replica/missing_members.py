@@ -25,8 +25,8 @@ class MissingMembers:
 
     Attributes:
         names: The lighthouse's names of the members waited for.
-        deadline: When the wait for them ends, by ``time.monotonic``. None: ``STRAGGLER_TIMEOUT_S``
-            after ``wait`` was first called for this quorum.
+        deadline: When the wait for them ends, by ``time.monotonic``: ``STRAGGLER_TIMEOUT_S`` after
+            the first quorum that lacked them, or sooner if they are alive. None: it has not begun.
     """
 
     HEARTBEAT_WITHIN_S = 5.0
@@ -54,6 +54,7 @@ class MissingMembers:
         """Wait for all these members: the lighthouse has been restarted and knows none of them."""
         self.names = self.names.union(members)
         self._seen = frozenset()
+        self.deadline = None  # nobody could come while it was away
 
     def add_living(self, members: frozenset[str]) -> None:
         """Wait for those of these members that the lighthouse's page shows as alive.
@@ -64,13 +65,14 @@ class MissingMembers:
         living = members & self.read_alive()
         if living:
             log.warning("Asking for a quorum again: %s alive, and missing", group_names(living))
-            self.deadline = self.deadline or time.monotonic() + self.WAIT_FOR_LIVING_S
+            deadline = time.monotonic() + self.WAIT_FOR_LIVING_S
+            self.deadline = min(self.deadline or deadline, deadline)
             self.names |= living
             self._seen |= living
 
     @property
     def has_waited(self) -> bool:
-        """Whether this group has waited for members that are alive until its deadline."""
+        """Whether this group has waited until its deadline."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def update(self, reported: Iterable[Collection[str]], present: Iterable[str]) -> None:
@@ -83,13 +85,11 @@ class MissingMembers:
         """
         self.names = self.names.union(*reported).difference(present)
         self._seen &= self.names
+        if self.names and self.deadline is None:
+            self.deadline = time.monotonic() + STRAGGLER_TIMEOUT_S
 
-    def wait(self, began: float) -> None:
-        """Give the lighthouse time to hear of the missing members, then give up on the dead ones.
-
-        Args:
-            began: When this group first asked for the quorum, by ``time.monotonic``.
-        """
+    def wait(self) -> None:
+        """Give the lighthouse time to hear of the members, then give up on the dead ones."""
         since = time.monotonic()
         # Members that are alive need a moment to ask too. Without this pause the group would ask
         # again at once, and a lighthouse that has all members it knows of answers at once.
@@ -108,7 +108,7 @@ class MissingMembers:
                     return
                 break  # The lighthouse is away again, or its page cannot be read from here.
             time.sleep(self.POLL_S)
-        if self.has_waited or time.monotonic() - began > STRAGGLER_TIMEOUT_S:
+        if self.has_waited:
             self._drop(self.names, "was not asked for a quorum by")
 
     def _drop(self, names: frozenset[str], reason: str) -> None:

@@ -280,6 +280,10 @@ class PeerClient:
                 f"{address} does not accept this group's token: set COMPOSER_REPLICATION_TOKEN to "
                 "the same secret in all groups"
             )
+        if error == "failed":
+            raise PeerError(
+                f"{address} could not answer {' '.join(request)!r:.200}: its log has the reason"
+            )
         if error is not None:
             raise NothingThere(f"{address} has no {' '.join(request)!r:.200}")
         answer = said.get("answer")

@@ -73,7 +73,8 @@ class PeerServer:
     Attributes:
         address: ``host:port`` under which peers reach it.
         answers: By kind of request, a function of its arguments that gives the answer. It raises a
-            KeyError if there is nothing. It is called on the connections' threads.
+            KeyError if there is nothing. After any other error the peer hears that it failed. It is
+            called on the connections' threads.
         unproven: The connections that may be strangers'.
     """
 
@@ -148,7 +149,7 @@ class PeerServer:
         with connection:
             try:
                 self._answer(connection, host)
-            except Exception:  # the peer logs the reason itself
+            except Exception:  # a stranger's odd request, or a broken line, which a peer logs
                 log.debug("A request from %s failed", host, exc_info=True)
             finally:
                 self.unproven.discard(connection)
@@ -179,6 +180,17 @@ class PeerServer:
             answer = self.answers[kind](*arguments)
         except KeyError:
             send(connection, {"error": "nothing"}, time.monotonic() + SILENT_S)
+            return
+        except Exception as error:  # such as a MemoryError of the copy
+            log.warning(
+                "Could not answer %r of group %s at %s: %s: %s",
+                kind,
+                name,
+                host,
+                type(error).__name__,
+                error,
+            )
+            send(connection, {"error": "failed"}, time.monotonic() + SILENT_S)
             return
         content = sum(map(len, answer.body)) if isinstance(answer, Served) else answer
         signed = proof(self.tokens[0], "answer", *question, content)

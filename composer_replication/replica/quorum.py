@@ -55,7 +55,7 @@ class MemberReport:
         previous: The quorum that it had before; None if this is its first.
         left_out: The members of that quorum that it was used without, such as strangers.
         missing: The members that it waits for, see ``MissingMembers``.
-        has_waited: Whether it has waited for living members until its deadline.
+        has_waited: Whether it has waited for missing members until its deadline.
         connection: The process group that it is part of, if it is part of one.
         unreachable: The members of its previous quorum whose address did not answer it.
         has_failed: Whether its last sync failed by an error of its own, and not by a peer's.

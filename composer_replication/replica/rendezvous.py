@@ -33,13 +33,14 @@ def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float)
 
     Args:
         handles: torchft's handles, by the lighthouse's name of the member.
-        timeout_s: Limit of each connection, in seconds. The members are tried at the same time.
+        timeout_s: Limit of each connection, in seconds. The members are tried at the same time, the
+            IP addresses of a name one after the other.
     """
 
     def is_silent(name: str) -> bool:
         return not does_answer(handles[name]["store"], timeout_s)
 
-    with ThreadPoolExecutor(min(16, len(handles))) as pool:
+    with ThreadPoolExecutor(len(handles)) as pool:
         return tuple(itertools.compress(handles, pool.map(is_silent, handles)))
 
 

@@ -3,8 +3,11 @@
 Real: logging, process group objects, a store; in the last test the lighthouse and the Manager.
 """
 
+import gc
 import logging
 import re
+import weakref
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -12,9 +15,11 @@ import torch
 from torchft.manager import Manager
 
 from composer_replication.diloco.retry import SyncError
+from composer_replication.group.plain_loop import DiLoCo
 from composer_replication.replica import factory as replica
-from composer_replication.replica.addresses import bracketed
+from composer_replication.replica.addresses import bracketed, does_answer
 from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
+from composer_replication.replica.quorum_member import QuorumDeclined
 
 NOBODY = "http://no-such-host.invalid:29510"
 
@@ -157,12 +162,49 @@ def test_a_manager_is_ready_for_diloco_owns_its_store_and_shuts_down_twice(start
 
 
 @pytest.mark.integration
+def test_a_manager_that_has_left_does_not_hold_what_was_trained(start_lighthouse):
+    model = torch.nn.Linear(2, 2)
+    manager = make_manager(replica_id=0, lighthouse_addr=start_lighthouse())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    diloco = DiLoCo(manager, model, optimizer, sync_every=2, num_replicas=1)
+    with diloco:
+        for _ in range(4):
+            optimizer.step()
+    kept = weakref.ref(model), weakref.ref(diloco._state)
+    manager.shutdown()
+    del manager, model, diloco, optimizer
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+@pytest.mark.integration
 def test_a_wait_for_a_quorum_is_given_up_with_what_was_missing(start_lighthouse):
     address = start_lighthouse(min_replicas=2)
     manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=0.5)
     with pytest.raises(SyncError, match="waited for a quorum for .* only have 1 .*Start the miss"):
         manager.start_quorum()
     manager.shutdown()
+
+
+@pytest.mark.integration
+def test_quorums_that_are_declined_again_and_again_are_given_up_too(start_lighthouse):
+    # A group that is left out gets one at once, as often as its peers sync.
+    address = start_lighthouse()
+    manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=0.5)
+    manager.member.use = Mock(side_effect=[QuorumDeclined] * 50)
+    with pytest.raises(SyncError, match="waited for a quorum for .*, above give_up_after_s=0.5"):
+        manager.start_quorum()
+    manager.shutdown()
+
+
+@pytest.mark.integration
+def test_a_manager_that_cannot_be_made_leaves_no_server(start_lighthouse, monkeypatch):
+    failing = Mock(side_effect=RuntimeError("no port"))
+    monkeypatch.setattr(replica, "ReplicaManager", failing)
+    with pytest.raises(RuntimeError, match="no port"):
+        make_manager(replica_id=0, lighthouse_addr=start_lighthouse())
+    *_, transport, _ = failing.call_args.args
+    assert not does_answer(transport.server.address)
 
 
 @pytest.mark.integration

@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 from lighthouse_page import heard_of
+from strange_servers import strange_server
 from torchft.coordination import LighthouseClient
 from waiting import stop_accepting
 
@@ -107,6 +108,24 @@ def test_a_group_whose_heartbeat_has_stopped_is_not_alive_and_no_proxy_is_asked(
 def test_a_lighthouse_that_is_away_has_no_members_and_says_so():
     status = read_status("http://localhost:1")
     assert status.members == () and "is away" in status.situation
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n", "BadStatusLine"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n<b>a:1</b>", "IncompleteRead"),
+    ],
+)
+def test_what_is_no_page_of_a_lighthouse_is_one_that_is_away(said, reason):
+    def answer(connection):
+        connection.recv(1000)
+        connection.sendall(said)
+
+    with strange_server(answer) as address:
+        status = read_status(f"http://{address}")
+    assert status.members == () and f"is away ({reason}(" in status.situation
+    assert len(status.situation.splitlines()) == 1, "it becomes a line of the log"
 
 
 # ---- a lighthouse that has stopped accepting ---------------------------------------------------

@@ -10,6 +10,7 @@ import errno
 import logging
 import socket
 import time
+from unittest.mock import Mock
 
 import pytest
 from waiting import wait_until
@@ -87,6 +88,15 @@ def test_who_knows_a_token_is_answered(server):
     assert ask(server, "secret") == ask(server, "old", "secret") == [4]
     with pytest.raises(PeerError, match="has no 'state of affairs'"):
         ask(server, request=["state", "of", "affairs"])
+
+
+def test_an_answer_that_fails_is_logged_here_and_an_error_there_at_once(server, caplog):
+    server.answers["copy"] = Mock(side_effect=MemoryError("no room for the copy"))
+    with pytest.raises(PeerError, match="could not answer 'copy': its log has the reason"):
+        ask(server, request=["copy"])
+    assert caplog.messages == [
+        "Could not answer 'copy' of group joiner at 127.0.0.1: MemoryError: no room for the copy"
+    ]
 
 
 @pytest.mark.parametrize(

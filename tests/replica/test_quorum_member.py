@@ -63,8 +63,12 @@ def quorum_of(handles, own, quorum_id=3):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until a test sets it."""
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    """A clock that stands still until somebody sleeps, or a test sets it."""
+
+    def sleep(seconds):
+        clock.now += seconds
+
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=sleep)
     monkeypatch.setattr(blame, "time", clock)
     monkeypatch.setattr(missing_members, "time", clock)
     return clock
@@ -238,6 +242,21 @@ def test_members_that_began_to_wait_at_other_times_stop_together(clock):
     assert groups.quorum(3, "bc") == "declined"  # c begins to wait
     clock.now = MissingMembers.WAIT_FOR_LIVING_S + 1.0
     assert groups.quorum(4, "ac") == "connected"  # a has waited, c has not
+
+
+def test_the_time_in_which_the_lighthouse_is_away_is_no_part_of_a_wait(clock):
+    groups = Groups("ab")
+    groups.quorum(3, "ab")
+    groups.are_alive("a", "b")
+    missing = groups.member["a"].missing
+    for quorum_id in (2, 1):  # it is restarted twice, each time after it was away for long
+        clock.now += STRAGGLER_TIMEOUT_S + 30.0
+        assert groups.quorum(quorum_id, "a") == "declined"
+        missing.wait()
+        assert groups.waited_for_by("a") == {"b"}
+    clock.now += STRAGGLER_TIMEOUT_S
+    missing.wait()
+    assert not groups.waited_for_by("a")
 
 
 # ---- who is blamed, and left out -----------------------------------------------------------------
@@ -515,6 +534,7 @@ class Situation:
         monkeypatch.setattr(missing_members, "time", clock)
         self.missing = MissingMembers(self.read_alive)
         self.missing.add_all(["b:1", "c:1"])
+        self.missing.update([], ["a:1"])
 
     def sleep(self, seconds):
         self.now += seconds
@@ -526,10 +546,10 @@ class Situation:
             if at <= self.now < self.died.get(letter, math.inf)
         )
 
-    def wait(self, began=0.0):
+    def wait(self):
         """The members still waited for, and the seconds that it took."""
         before = self.now
-        self.missing.wait(began)
+        self.missing.wait()
         return set(self.missing.names), pytest.approx(self.now - before, abs=0.11)
 
 

@@ -6,14 +6,16 @@ An alarm reaches all members of a connection; a broken collective is not waited 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from threading import Barrier
 from types import SimpleNamespace
 
 import pytest
 from waiting import wait_until
 
+from composer_replication.replica import addresses
 from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.peer_client import PeerClient
-from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm
+from composer_replication.replica.rendezvous import Rendezvous, SyncAlarm, find_unreachable
 
 NAMES = ["a:1", "b:1", "c:1"]
 
@@ -87,6 +89,13 @@ def test_a_member_whose_board_is_gone_is_a_failed_connection(boards):
     gone = {**boards, "a:1": "127.0.0.1:9"}
     with pytest.raises(ConnectionError):
         rendezvous(gone, "b:1").wait_for_all()
+
+
+def test_all_members_are_tried_at_the_same_time(monkeypatch):
+    handles = {f"{number}:1": {"store": f"host:{number}"} for number in range(40)}
+    all_begin = Barrier(len(handles), timeout=5.0)
+    monkeypatch.setattr(addresses, "can_connect", lambda *_: all_begin.wait() < 0)
+    assert find_unreachable(handles, 5.0) == tuple(handles)
 
 
 # ---- the alarm ----------------------------------------------------------------------------------

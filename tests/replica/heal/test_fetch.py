@@ -10,6 +10,7 @@ ones.
 import socket
 import threading
 import time
+import weakref
 from datetime import timedelta
 from http.client import HTTPException
 
@@ -155,6 +156,27 @@ def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(tra
     received = joiner.recv_checkpoint(0, training.donor.metadata(), 5, timedelta(seconds=10))
     healed = received["user"]["diloco"]
     assert healed is second and healed[STATE_NAME] != first[STATE_NAME]
+
+
+def test_a_joiner_whose_copy_was_dropped_for_another_joiner_asks_for_one_again(
+    transports, training, monkeypatch
+):
+    joiner, other = transports(), transports()
+    address, fetch = training.donor.metadata(), joiner._client.fetch
+    memory = []
+
+    def fetch_late(*arguments, into, **more):
+        assert not any(earlier() for earlier in memory), "two states may not fit into memory"
+        memory.append(weakref.ref(into))
+        if training.step == 4:
+            training.commit()
+            other.ask(address, "copy")
+        return fetch(*arguments, into=into, **more)
+
+    monkeypatch.setattr(joiner._client, "fetch", fetch_late)
+    joiner.fetch()
+    assert joiner.downloaded.state["outer_step"] == 5
+    assert joiner.newest() is joiner.downloaded.state
 
 
 def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, training, has_quorum):
