@@ -173,7 +173,9 @@ class ReplicaGroup:
                 self.data.start()
             self._report("training")
         except BaseException:
-            self._drop()  # the others wait for this group as long as it sends heartbeats
+            self.leave()  # the others wait for this group as long as it sends heartbeats
+            if not self.continuation.is_resumed or self.continuation.loaded:
+                self._drop()  # else it alone has what the checkpoint had: the next fit needs it
             raise
 
     def _prepare(self) -> None:

@@ -285,6 +285,19 @@ def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
     assert contributions == [4 * 8, 4 * 8, 3 * 8]
 
 
+def test_a_training_that_resumes_nothing_forgets_what_one_that_did_not_start_has_loaded(
+    tmp_path, monkeypatch
+):
+    saved(tmp_path)
+    trainer = alone(tmp_path, args=SAVES)
+    with monkeypatch.context() as patch:
+        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    assert trainer.callback.result["inner_steps"] == 12
+
+
 def test_gradient_checkpointing_counts_each_step_once(tmp_path):
     config = transformers.GPT2Config(vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2)
     tokens = torch.arange(64 * 8).reshape(64, 8) % 32
