@@ -35,6 +35,7 @@ from composer_replication import ReplicaDataLoader
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco import fragments
+from composer_replication.group.save_folder import hold, release
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
@@ -286,6 +287,21 @@ def test_a_fit_after_a_start_that_failed_still_continues_from_the_checkpoint(
     expected = train_to("14ba", load_path=path)
     assert train_to("14ba", fails=True, load_path=path) == expected
     assert train_to("14ba", load_path=str(tmp_path / "failed.pt")) == expected
+
+
+def test_after_a_start_that_failed_another_process_may_save_in_the_folder(tmp_path, monkeypatch):
+    callback, other = DiLoCoCallback(replica_id=0, num_replicas=1), object()
+    trainer = trainer_of(callback, max_duration="2ba", **saving(tmp_path, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit()
+    hold([f"{tmp_path}/0"], "1", other, "a save_folder")  # no error
+    release(other)
+    trainer.fit()
+    with pytest.raises(ValueError, match="is in use by process"):
+        hold([f"{tmp_path}/0"], "1", other, "a save_folder")
+    trainer.close()
 
 
 # ---- never from nothing by accident -----------------------------------------------------------

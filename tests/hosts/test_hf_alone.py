@@ -25,6 +25,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
+from composer_replication.group.save_folder import hold, release  # noqa: E402
 from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
 from hosts.hf_trainers import WithLoss, alone, arguments_of, rows_of, trainer_of  # noqa: E402
 from hosts.host import own_batches  # noqa: E402
@@ -251,6 +252,27 @@ def test_a_second_group_in_an_output_dir_is_refused_before_it_trains(tmp_path):
     first.train()
     assert first.callback.result["inner_steps"] == 12
     alone(tmp_path, args=SAVES, settings={"replica_id": "1"}).train()
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "composer_replication.hf_job.TrainerJob.whole_checkpoint",
+        "transformers.Trainer._load_from_checkpoint",
+        "composer_replication.group.replica_group.connect",
+    ],
+    ids=lambda where: where.rpartition(".")[2],
+)
+def test_after_a_resume_that_failed_another_process_may_save_in_the_folder(
+    where, tmp_path, monkeypatch
+):
+    saved(tmp_path)
+    trainer, other = alone(tmp_path, args=SAVES), object()
+    monkeypatch.setattr(where, lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(resume_from_checkpoint=True)
+    hold([str(tmp_path)], "1", other, "an output_dir")  # no error
+    release(other)
 
 
 # ---- what people use ------------------------------------------------------------
