@@ -11,6 +11,7 @@ import pytest
 import torch
 from torchft.manager import Manager
 
+from composer_replication import DiLoCo
 from composer_replication.diloco.retry import SyncError
 from composer_replication.replica import factory as replica
 from composer_replication.replica.addresses import bracketed
@@ -162,6 +163,21 @@ def test_a_wait_for_a_quorum_is_given_up_with_what_was_missing(start_lighthouse)
     manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=0.5)
     with pytest.raises(SyncError, match="waited for a quorum for .* only have 1 .*Start the miss"):
         manager.start_quorum()
+    manager.shutdown()
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, (3, 600.0)), ({"give_up_after_s": 5.0}, (3, 5.0))]
+)
+def test_a_loop_waits_as_its_manager_was_told_unless_it_is_told_otherwise(
+    own, expected, start_lighthouse
+):
+    waits = {"num_replicas": 3, "give_up_after_s": 600.0}
+    manager = make_manager(replica_id=0, lighthouse_addr=start_lighthouse(), **waits)
+    model = torch.nn.Linear(2, 2)
+    diloco = DiLoCo(manager, model, torch.optim.SGD(model.parameters()), sync_every=2, **own)
+    assert (diloco.options.num_replicas, diloco.options.give_up_after_s) == expected
     manager.shutdown()
 
 
