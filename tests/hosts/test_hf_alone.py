@@ -161,6 +161,23 @@ def test_a_second_training_counts_each_loss_once(tmp_path):
     assert losses[2:] == pytest.approx([mean(each[:4]), mean(each[4:])], rel=1e-4)
 
 
+class CannotLogOurs(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "diloco/round" in logs:
+            raise RuntimeError("the service is away")
+
+
+def test_a_callback_that_cannot_log_a_sync_costs_nothing_else(tmp_path, caplog):
+    run = {"run_dir": str(tmp_path / "run")}
+    trainer = alone(tmp_path, CannotLogOurs(), settings=run)
+    trainer.train()
+    syncs = syncs_of(tmp_path / "run" / "replica_0")
+    assert [sync["diloco/outer_step"] for sync in syncs] == [1, 2]
+    steps = [at["step"] for at in trainer.state.log_history if "loss" in at]
+    assert steps == [*range(1, 9)]  # those of the syncs' steps too
+    assert "Cannot show the metrics of a sync in the Trainer's callbacks" in caplog.text
+
+
 # ---- a group that was killed while it saved -------------------------------------------------
 
 SAVES = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
