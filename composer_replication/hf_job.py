@@ -242,7 +242,11 @@ class TrainerJob(Host):
         continue_schedule(scheduler, self.optimizer, saved["schedule"])
         if saved["is_in_step"] and by_step:
             scheduler.step()
-        self.trainer.state.global_step = saved["steps"]
+        jump = saved["steps"] - self.steps
+        self.trainer.state.global_step += jump
+        # Its logs divide the losses of this group's steps by their number since these.
+        self.trainer._initial_global_step += jump
+        self.trainer._globalstep_last_logged += jump
 
 
 def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
