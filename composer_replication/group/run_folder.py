@@ -258,6 +258,7 @@ class ReplicaFolder:
 
     def write_rejection(self, error: ValueError) -> None:
         """Record that the group ends because of its input, and would do so again."""
+        vars(error)["_is_in_events"] = True
         self.append(REJECTION, {"type": type(error).__name__, "error": str(error)})
         self.enter(REJECTED)
 
