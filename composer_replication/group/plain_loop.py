@@ -125,7 +125,11 @@ class DiLoCo(algorithm.DiLoCo):
         self._losses.num_steps += 1
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
+        """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``.
+
+        The run's folder has that it was taken, and at which step. Whether the loop then writes it,
+        nobody here knows.
+        """
         if self._reporter is not None:
             self._reporter.folder.append(SAVED, {"batch": self.inner_steps})
         return super().state_dict(copies=copies)

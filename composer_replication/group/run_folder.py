@@ -181,6 +181,7 @@ class ReplicaFolder:
     Raises:
         PermissionError: The folder may not be created at this path.
         NotADirectoryError: ``run_dir`` is a file.
+        FileExistsError: A file has the folder's name.
     """
 
     def __init__(self, run_dir: str | Path | None, replica_id: str | int) -> None:
