@@ -32,6 +32,9 @@ OF_THE_RUN = (
 
 KNOWN = {*OF_THE_RUN, *OptionKeywords.__annotations__}
 
+WHOLE_LIST = "write the whole list, e.g. key=[1,2]"
+"""The fix where one entry of a list was to be replaced, which OmegaConf cannot."""
+
 OF_A_JOB = ("callbacks", "max_duration", "model")
 """A file with one of these is a job's; any other has settings alone."""
 
@@ -63,7 +66,9 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> DictConfig:
         loaded = OmegaConf.load(path)
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} holds no key: value pairs: write e.g. sync_every: 100")
-    loaded.merge_with(read_overrides(overrides, "override", "max_duration=100ba"))
+    changed = read_overrides(overrides, "override", "max_duration=100ba")
+    with reading(f"override {' '.join(overrides)} does not fit into {path}", WHOLE_LIST):
+        loaded.merge_with(changed)
     return loaded
 
 
@@ -195,7 +200,8 @@ def load_settings(
         sources.insert(0, str(path))
     read = (*OF_THE_RUN, *also)
     left_out = [str(name) for name in section if name not in (*read, TARGET)]
-    section.merge_with(replaced)  # before it is resolved: --set may replace what only the job can
+    with reading(f"--set {' '.join(given)} does not fit into {where}", WHOLE_LIST):
+        section.merge_with(replaced)  # not resolved yet: it may replace what only the job can
     values = {name: _setting(section, name, where) for name in read if name in section}
     read_diloco(values)
     config["callbacks"] = {"diloco": values}

@@ -87,11 +87,11 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
         **named: Any,
     ) -> Any:
         """``Trainer.train``, from the newest checkpoint that is whole."""
-        if resume_from_checkpoint:
-            with rejections(self.options):
-                ask_on_rank_0(self._group.hold_folders)  # another group may be writing in it
-                resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
         try:
+            if resume_from_checkpoint:
+                with rejections(self.options):
+                    ask_on_rank_0(self._group.hold_folders)  # another group may be writing in it
+                    resume_from_checkpoint = self._job.whole_checkpoint(resume_from_checkpoint)
             return train(resume_from_checkpoint, *more, **named)
         except Exception as error:  # the Trainer has no event for it
             self._group.fail(error)
@@ -118,6 +118,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
 
     def _load(self, folder: str | None) -> None:
         problem = ""
+        self._group.continuation.loaded = {}  # a training that failed may have left it
         if folder is not None and Path(folder, STATE).exists():
             try:
                 saved = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True)

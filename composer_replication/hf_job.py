@@ -29,6 +29,7 @@ from composer_replication.group.host import Host, continue_schedule
 from composer_replication.group.losses import Losses
 from composer_replication.group.replica_group import ReplicaGroup
 from composer_replication.replica.ranks import broadcast, gather, rank
+from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
 
@@ -206,8 +207,9 @@ class TrainerJob(Host):
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         control = self.trainer.control
         wants_own = control.should_log  # on_log resets it, and the Trainer has yet to log this step
-        # The base class's, because TRL's log also takes and clears the averages that it collects.
-        Trainer.log(self.trainer, dict(metrics))
+        with fence("the metrics of a sync in the Trainer's callbacks"):
+            # The base class's: TRL's log also takes and clears the averages that it collects.
+            Trainer.log(self.trainer, dict(metrics))
         control.should_log = wants_own
 
     @property
@@ -240,7 +242,11 @@ class TrainerJob(Host):
         continue_schedule(scheduler, self.optimizer, saved["schedule"])
         if saved["is_in_step"] and by_step:
             scheduler.step()
-        self.trainer.state.global_step = saved["steps"]
+        jump = saved["steps"] - self.steps
+        self.trainer.state.global_step += jump
+        # Its logs divide the losses of this group's steps by their number since these.
+        self.trainer._initial_global_step += jump
+        self.trainer._globalstep_last_logged += jump
 
 
 def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:

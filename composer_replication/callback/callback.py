@@ -112,11 +112,13 @@ class DiLoCoCallback(ShowsGroup, Callback):
         check_algorithms(state)  # one may have been added since
         check_loads(state)
         self._job.before_join()
-        self._group.join()
+        try:
+            self._group.join()
+        finally:  # after an error too: the next fit compares the model with the checkpoint
+            self._job.averages.after_join()
         # Composer may not close the Trainer: Engine.__del__ of any other Trainer unregisters the
         # closes of all of them from atexit, which compares static methods.
         self._group.leave_when_over(Trainer.fit)
-        self._job.averages.after_join()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         data = self._group.data

@@ -80,11 +80,11 @@ class WeightAverages(Averages):
         if self._is_loaded_active:
             self._put_average(True)
         self._is_loaded_active = False
+        self._was_active = self.are_saved
 
     def begin(self, is_resumed: bool) -> None:
         """Take EMA's weights out of the model, and average the global ones until ``leave``."""
         ema = self._ema
-        self._was_active = self.are_saved
         if ema is None:
             return
         if ema.ema_model is not None:

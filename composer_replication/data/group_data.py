@@ -79,9 +79,9 @@ class GroupData:
         self._loader = loader
         self._diloco = diloco
         self._options = options
-        self._start = StreamPosition()
         self._steps_before = 0
         loader.pause()
+        loader.position = StreamPosition()
 
     @property
     def position(self) -> StreamPosition:
@@ -109,7 +109,7 @@ class GroupData:
 
     def load_state_dict(self, reading: Mapping[str, Any]) -> None:
         """Take a position of ``state_dict``, at which ``start`` then begins to read."""
-        self._start = StreamPosition(reading.get("number", 0), reading["position"])
+        self._loader.position = StreamPosition(reading.get("number", 0), reading["position"])
 
     def start(self) -> None:
         """Begin to read, once the group has joined the others.
@@ -120,7 +120,7 @@ class GroupData:
         groups = self._options.num_replicas or 1
         number = shard_of(replica_id_of(self._options), groups)
         shard = FixedShards(self._loader.spec, number, groups)
-        self._loader.read(shard.lease, self._start, lambda: False)
+        self._loader.read(shard.lease, self.position, lambda: False)
 
     def before_batch(self, epoch: int, batches_done: int, epochs: float) -> None:
         """Prepare for a batch, before the trainer reads it.
@@ -210,7 +210,7 @@ class LeasedData(GroupData):
         """
         ask_on_rank_0(self._continue_run)
         if self._diloco.ledger.stream:
-            self._read(self._diloco.ledger.stream, self._start)
+            self._read(self._diloco.ledger.stream, self.position)
         else:
             self._open_stream()
 
@@ -221,7 +221,7 @@ class LeasedData(GroupData):
             client.rewind(diloco.outer_step, diloco.ledger.rows())
         stream = diloco.ledger.stream
         if stream:
-            client.reopen_stream(stream, self._start.samples, self._membership.session)
+            client.reopen_stream(stream, self.position.samples, self._membership.session)
 
     def _open_stream(self) -> None:
         """Release the current stream, so that its other samples become available; read another."""

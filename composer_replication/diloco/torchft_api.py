@@ -30,6 +30,7 @@ class DiLoCoManager(Protocol):
     Attributes:
         num_replicas: How many groups the start of a run waits for, an argument of ``make_manager``;
             None if it was not given.
+        give_up_after_s: The same of how long to wait for enough groups, in seconds.
         settings: What has to be equal in all groups, compared before they connect.
         asks_to_gather: Whether this group asks, in its next quorum, that messages are gathered, and
             not summed.
@@ -38,6 +39,7 @@ class DiLoCoManager(Protocol):
     _use_async_quorum: bool
     _min_replica_size: int
     num_replicas: int | None
+    give_up_after_s: float | None
     settings: dict[str, Any]
     asks_to_gather: bool
 
@@ -126,6 +128,7 @@ class StockManager(TellsNothing):
     """
 
     num_replicas = None
+    give_up_after_s = None
     members = ()
     gathers = False
     fault = None

@@ -38,8 +38,8 @@ class Continuation:
         host: The group's trainer.
 
     Attributes:
-        loaded: What a trainer has loaded from a checkpoint, which it puts here, until the next fit
-            begins; otherwise empty.
+        loaded: What a trainer has loaded from a checkpoint, which it puts here, until ``restore``
+            has put it into DiLoCo; otherwise empty. A fit that fails before leaves it here.
         is_resumed: Whether this fit continues from a checkpoint.
         ended: DiLoCo's state at the end of the previous fit; empty before. It has no copies, since
             no step follows.
@@ -106,7 +106,6 @@ class Continuation:
         known = theta_of(self.ended.get("fragments", ()))
         self.layout = self.layout_of(self.loaded.get("local", known))
         self._resumed = self._read()
-        self.loaded = {}
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
         if self.ended and not self.is_resumed:
@@ -197,4 +196,5 @@ class Continuation:
         if not state:
             return {}
         diloco.load_state_dict(state)
+        self.loaded = {}
         return state["reading"]

@@ -98,13 +98,15 @@ class GlobalWeights:
         """Put the global parameters into the model; the local ones are kept beside ``theta``."""
         if self._kept:
             return
-        kept = {}
-        for name, tensor in self._live.items():
-            theta = self.theta[name]
-            local = held_tensor(tensor)
-            kept[name] = local.to(theta.device, copy=True)
-            local.copy_(theta)
-        self._kept = kept
+        try:
+            for name, tensor in self._live.items():
+                theta = self.theta[name]
+                local = held_tensor(tensor)
+                self._kept[name] = local.to(theta.device, copy=True)
+                local.copy_(theta)
+        except BaseException:  # such as too little memory
+            self.hide()
+            raise
 
     @torch.no_grad()
     def hide(self) -> None:

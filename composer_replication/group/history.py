@@ -48,7 +48,7 @@ class History(Course):
         evaluations: Rows of ``time``, ``batch`` and the metrics in ``eval``.
         errors: The errors with which it has ended, rejections of its settings among them.
         warnings: What is odd about its settings or samples, since the run was last continued.
-        saved_at: The step whose state a loop of one's own has saved last; None before.
+        saved_at: The step whose state a loop of one's own has taken last, to save it; None before.
         result: Its final result; empty if it has none.
         num_syncs: Its committed syncs.
         newest: The event of its newest sync; empty before the first.

@@ -94,8 +94,11 @@ class DiLoCo(algorithm.DiLoCo):
             check_outer_settings(named, settings)
         manager = as_diloco_manager(manager)
         options = ReplicaOptions(**among(named, SyncKeywords))
-        if options.num_replicas is None:  # it was an argument of make_manager
-            options = replace(options, num_replicas=manager.num_replicas)
+        options = replace(  # they may be arguments of make_manager
+            options,
+            num_replicas=options.num_replicas or manager.num_replicas,
+            give_up_after_s=options.give_up_after_s or manager.give_up_after_s,
+        )
         self._model_fragments = model_fragments
         self._losses = Losses(of_all_ranks=False)  # perhaps not all of them note one
         super().__init__(
@@ -122,7 +125,11 @@ class DiLoCo(algorithm.DiLoCo):
         self._losses.num_steps += 1
 
     def state_dict(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``."""
+        """Return the state that a resume needs, see ``diloco.algorithm.DiLoCo.state_dict``.
+
+        The run's folder has that it was taken, and at which step. Whether the loop then writes it,
+        nobody here knows.
+        """
         if self._reporter is not None:
             self._reporter.folder.append(SAVED, {"batch": self.inner_steps})
         return super().state_dict(copies=copies)

@@ -173,7 +173,10 @@ class ReplicaGroup:
                 self.data.start()
             self._report("training")
         except BaseException:
-            self._drop()  # the others wait for this group as long as it sends heartbeats
+            self.leave()  # the others wait for this group as long as it sends heartbeats
+            release(self)
+            if not self.continuation.is_resumed or self.continuation.loaded:
+                self._drop()  # else it alone has what the checkpoint had: the next fit needs it
             raise
 
     def _prepare(self) -> None:
@@ -463,11 +466,11 @@ class ReplicaGroup:
 
     def fail(self, error: BaseException | None = None) -> None:
         """Leave because the fit has ended with an error; a later fit may continue."""
+        release(self)
         if self.diloco is None:
             return
         self._reporter.folder.write_error(error)
         self.leave()
-        release(self)
         log.warning(
             "This replica group has left: its fit ended with an error. The others continue, and it "
             "joins them again if fit is called again"

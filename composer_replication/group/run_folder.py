@@ -181,6 +181,7 @@ class ReplicaFolder:
     Raises:
         PermissionError: The folder may not be created at this path.
         NotADirectoryError: ``run_dir`` is a file.
+        FileExistsError: A file has the folder's name.
     """
 
     def __init__(self, run_dir: str | Path | None, replica_id: str | int) -> None:
@@ -258,6 +259,7 @@ class ReplicaFolder:
 
     def write_rejection(self, error: ValueError) -> None:
         """Record that the group ends because of its input, and would do so again."""
+        vars(error)["_is_in_events"] = True
         self.append(REJECTION, {"type": type(error).__name__, "error": str(error)})
         self.enter(REJECTED)
 

@@ -60,6 +60,7 @@ class SingleGroupManager(TellsNothing):
         self._error: Exception | None = None
         self._state_dict_fns: dict[str, tuple[Callable[[Any], None], Callable[[], Any]]] = {}
         self.num_replicas: int | None = 1
+        self.give_up_after_s: float | None = None
         self.asks_to_gather = False
         """Whether this group asks that messages are gathered, and not summed."""
         self.settings: dict[str, Any] = {}

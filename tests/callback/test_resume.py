@@ -11,6 +11,7 @@ import pytest
 import torch
 from common import TinyMLP, are_equal, parameters_of
 from composer import Callback, Evaluator
+from composer.algorithms import EMA
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
 from harness.trainers import (
@@ -30,9 +31,11 @@ from harness.trainers import (
 )
 from run_events import events_of, result_of
 
+from composer_replication import ReplicaDataLoader
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco import fragments
+from composer_replication.group.save_folder import hold, release
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.simulation import SimulationError, simulate
 
@@ -248,6 +251,57 @@ def test_a_start_and_a_resume_say_how_far_the_process_before_had_come(tmp_path):
     assert {"batch": 3, "outer_step": 0} | again == {
         name: value for name, value in resume.items() if name not in ("time", "event")
     }
+
+
+# ---- a start that fails ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "where", ["group.replica_group.connect", "diloco.algorithm.join"], ids=["connect", "wait"]
+)
+@pytest.mark.parametrize("algorithms", [[], [EMA(half_life="2ba")]], ids=["plain", "EMA"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_fit_after_a_start_that_failed_still_continues_from_the_checkpoint(
+    where, algorithms, tmp_path, monkeypatch
+):
+    def train_to(end, fails=False, **arguments):
+        callback = DiLoCoCallback(num_replicas=1, **STREAMING)
+        loader = ReplicaDataLoader(data().dataset, 8, dataset_id="d", unit_size=8)
+        own = {"train_dataloader": loader, "algorithms": algorithms, "max_duration": end}
+        trainer = trainer_of(callback, **own, **arguments)
+        if fails:
+            with monkeypatch.context() as patch:
+                patch.setattr(f"composer_replication.{where}", fail)
+                with pytest.raises(TimeoutError):
+                    trainer.fit()
+            trainer.save_checkpoint(str(tmp_path / "failed.pt"))
+        trainer.fit()
+        trainer.close()
+        return callback.result
+
+    def fail(*arguments):
+        raise TimeoutError("nobody is there")
+
+    train_to("7ba", **saving(tmp_path, 0, "7ba"))
+    path = str(tmp_path / "0/ba7.pt")  # one fragment is in flight
+    expected = train_to("14ba", load_path=path)
+    assert train_to("14ba", fails=True, load_path=path) == expected
+    assert train_to("14ba", load_path=str(tmp_path / "failed.pt")) == expected
+
+
+def test_after_a_start_that_failed_another_process_may_save_in_the_folder(tmp_path, monkeypatch):
+    callback, other = DiLoCoCallback(replica_id=0, num_replicas=1), object()
+    trainer = trainer_of(callback, max_duration="2ba", **saving(tmp_path, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.fit()
+    hold([f"{tmp_path}/0"], "1", other, "a save_folder")  # no error
+    release(other)
+    trainer.fit()
+    with pytest.raises(ValueError, match="is in use by process"):
+        hold([f"{tmp_path}/0"], "1", other, "a save_folder")
+    trainer.close()
 
 
 # ---- never from nothing by accident -----------------------------------------------------------

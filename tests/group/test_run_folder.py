@@ -243,9 +243,12 @@ def test_an_error_is_written_once(tmp_path):
     folder.write_error(error)
     folder.write_error(error)
     folder.write_error(KeyError("no"))
+    folder.write_rejection(rejection := ValueError("sync_every=3"))
+    folder.write_error(rejection)  # as the Trainer closes
     lines = (tmp_path / "replica_0" / "events.jsonl").read_text().splitlines()
     written = [(line["type"], line["error"]) for line in map(json.loads, lines)]
     assert written == [
         ("SyncError", "SyncError: it was not sound"),
         ("KeyError", "KeyError: 'no'"),
+        ("ValueError", "sync_every=3"),
     ]

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -136,14 +137,26 @@ def join_late(group: Process, folder: Path, **args: Any) -> dict[str, Any]:
 
     if group.replica_id == 1:
         group.signal.wait()
+    losses: list[float] = []
     with in_group(group, folder, At(6, let_in), num_replicas=1, max_steps=16, **args) as trainer:
-        trainer.train()
+        step = trainer.training_step
+
+        def noting(*inputs: Any) -> Any:
+            loss = step(*inputs)
+            losses.append(loss.item())
+            return loss
+
+        trainer.training_step = noting
+        mean_loss = trainer.train().training_loss
     history = trainer.state.log_history
     return {
         "digest": trainer.callback.result["global_digest"],
         "inner_steps": trainer.callback.result["inner_steps"],
         "steps": trainer.state.global_step,
         "rates": {at["step"]: at["learning_rate"] for at in history if "learning_rate" in at},
+        "losses": losses,
+        "mean_loss": mean_loss,
+        "logged": [at["loss"] for at in history if "loss" in at],
     }
 
 
@@ -168,6 +181,9 @@ def test_a_joiner_continues_at_the_others_step_and_learning_rate(schedule, tmp_p
     assert len({*second["rates"].values()}) > 1
     for step, rate in second["rates"].items():
         assert rate == pytest.approx(first["rates"][step], rel=1e-12)
+    for each in (first, second):
+        assert each["logged"] == pytest.approx(each["losses"], rel=1e-5)
+        assert each["mean_loss"] == pytest.approx(mean(each["losses"]), rel=1e-5)
 
 
 # ---- Ctrl-C and SIGTERM ---------------------------------------------------------------------

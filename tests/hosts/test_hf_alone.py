@@ -25,6 +25,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
+from composer_replication.group.save_folder import hold, release  # noqa: E402
 from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
 from hosts.hf_trainers import WithLoss, alone, arguments_of, rows_of, trainer_of  # noqa: E402
 from hosts.host import own_batches  # noqa: E402
@@ -160,6 +161,23 @@ def test_a_second_training_counts_each_loss_once(tmp_path):
     assert losses[2:] == pytest.approx([mean(each[:4]), mean(each[4:])], rel=1e-4)
 
 
+class CannotLogOurs(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "diloco/round" in logs:
+            raise RuntimeError("the service is away")
+
+
+def test_a_callback_that_cannot_log_a_sync_costs_nothing_else(tmp_path, caplog):
+    run = {"run_dir": str(tmp_path / "run")}
+    trainer = alone(tmp_path, CannotLogOurs(), settings=run)
+    trainer.train()
+    syncs = syncs_of(tmp_path / "run" / "replica_0")
+    assert [sync["diloco/outer_step"] for sync in syncs] == [1, 2]
+    steps = [at["step"] for at in trainer.state.log_history if "loss" in at]
+    assert steps == [*range(1, 9)]  # those of the syncs' steps too
+    assert "Cannot show the metrics of a sync in the Trainer's callbacks" in caplog.text
+
+
 # ---- a group that was killed while it saved -------------------------------------------------
 
 SAVES = {"save_strategy": "steps", "save_steps": 4, "max_steps": 12}
@@ -253,6 +271,27 @@ def test_a_second_group_in_an_output_dir_is_refused_before_it_trains(tmp_path):
     alone(tmp_path, args=SAVES, settings={"replica_id": "1"}).train()
 
 
+@pytest.mark.parametrize(
+    "where",
+    [
+        "composer_replication.hf_job.TrainerJob.whole_checkpoint",
+        "transformers.Trainer._load_from_checkpoint",
+        "composer_replication.group.replica_group.connect",
+    ],
+    ids=lambda where: where.rpartition(".")[2],
+)
+def test_after_a_resume_that_failed_another_process_may_save_in_the_folder(
+    where, tmp_path, monkeypatch
+):
+    saved(tmp_path)
+    trainer, other = alone(tmp_path, args=SAVES), object()
+    monkeypatch.setattr(where, lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(resume_from_checkpoint=True)
+    hold([str(tmp_path)], "1", other, "an output_dir")  # no error
+    release(other)
+
+
 # ---- what people use ------------------------------------------------------------
 
 
@@ -283,6 +322,19 @@ def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
     history = trainer.state.log_history
     contributions = [at["diloco/contribution"] for at in history if "diloco/round" in at]
     assert contributions == [4 * 8, 4 * 8, 3 * 8]
+
+
+def test_a_training_that_resumes_nothing_forgets_what_one_that_did_not_start_has_loaded(
+    tmp_path, monkeypatch
+):
+    saved(tmp_path)
+    trainer = alone(tmp_path, args=SAVES)
+    with monkeypatch.context() as patch:
+        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    assert trainer.callback.result["inner_steps"] == 12
 
 
 def test_gradient_checkpointing_counts_each_step_once(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torchft.manager import Manager
 
+from composer_replication import DiLoCo
 from composer_replication.diloco.retry import SyncError
 from composer_replication.group.plain_loop import DiLoCo
 from composer_replication.replica import factory as replica
@@ -205,6 +206,21 @@ def test_a_manager_that_cannot_be_made_leaves_no_server(start_lighthouse, monkey
         make_manager(replica_id=0, lighthouse_addr=start_lighthouse())
     *_, transport, _ = failing.call_args.args
     assert not does_answer(transport.server.address)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("own", "expected"), [({}, (3, 600.0)), ({"give_up_after_s": 5.0}, (3, 5.0))]
+)
+def test_a_loop_waits_as_its_manager_was_told_unless_it_is_told_otherwise(
+    own, expected, start_lighthouse
+):
+    waits = {"num_replicas": 3, "give_up_after_s": 600.0}
+    manager = make_manager(replica_id=0, lighthouse_addr=start_lighthouse(), **waits)
+    model = torch.nn.Linear(2, 2)
+    diloco = DiLoCo(manager, model, torch.optim.SGD(model.parameters()), sync_every=2, **own)
+    assert (diloco.options.num_replicas, diloco.options.give_up_after_s) == expected
+    manager.shutdown()
 
 
 @pytest.mark.integration

@@ -100,6 +100,15 @@ def test_a_mistake_is_named_with_its_fix(written, override, message):
     assert message in str(caught.value)
 
 
+def test_an_entry_of_a_list_cannot_be_replaced_and_the_error_says_what_can(written):
+    fix = r"does not fit into .*: write the whole list, e.g. key=\[1,2\]$"
+    with pytest.raises(ConfigError, match=f"^override variables.sizes.7=3 {fix}"):
+        load_config(written(MINIMAL + "variables: {sizes: [1, 2]}\n"), ["variables.sizes.7=3"])
+    path = written("schedule: [{outer_step: 1, outer_lr: 0.5}]")
+    with pytest.raises(ConfigError, match=f"^--set schedule.0.outer_lr=1 {fix}"):
+        load_settings(path, ["schedule.0.outer_lr=1"])
+
+
 @pytest.mark.parametrize(
     ("text", "message"), [("- a\n- b\n", "holds no key: value pairs"), ("a: [", "be read")]
 )
