@@ -69,6 +69,7 @@ def join(loop: OuterLoop, start_refusal: str | None) -> bool:
                     loop.steps_left = loop.steps_before_sync
                 loop.set_torchft_step()
                 return False
+        loop.clock.vote_over()
         barrier.form_quorum()
 
 

@@ -73,6 +73,7 @@ class OuterLoop:
         self.options = options
         self._inner_optimizers = inner_optimizers
         self.clock = SyncClock(hang_watch, manager.longest_wait_s)
+        manager.watch_waits(hang_watch.note_progress)
         self.round_length = RoundLength(state.settings)
         self.result = TableResult()
         self.usual_pace = UsualPace(len(state.fragments))

@@ -102,9 +102,16 @@ class DiLoCoManager(Protocol):
         """The groups of the last quorum that divide other datasets, and this one; empty: none."""
         ...
 
+    def watch_waits(self, note_progress: Callable[[], object]) -> None:
+        """Call this at least every ``longest_wait_s`` seconds of a wait for a quorum."""
+        ...
+
 
 class TellsNothing:
     """The part of a ``DiLoCoManager`` whose groups tell each other nothing beside a sync."""
+
+    def watch_waits(self, note_progress: Callable[[], object]) -> None:
+        """Do nothing: no wait for a quorum is longer than ``longest_wait_s``."""
 
     def fetched_state(self) -> None:
         """No state: nobody downloads one before a quorum."""

@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -161,6 +161,7 @@ class ReplicaManager(InterruptibleManager):
         self._lighthouse_addr = lighthouse_of(options)
         self._is_shut_down = False
         self.asks_to_gather = False
+        self._note_progress: Callable[[], object] = lambda: None
         self._is_syncing = False
         """Whether there has been a quorum without a vote yet."""
         self.settings: dict[str, Any] = {"ranks": ranks[1]}
@@ -218,6 +219,10 @@ class ReplicaManager(InterruptibleManager):
         """
         self._checkpoint_transport.serve(self.current_step, source, lambda: self._is_syncing)
 
+    def watch_waits(self, note_progress: Callable[[], object]) -> None:
+        """Call this before each request for a quorum."""
+        self._note_progress = note_progress
+
     def fetched_state(self) -> dict[str, Any] | None:
         """Return the global state that was fetched before the first quorum; None if there is none.
 
@@ -273,6 +278,7 @@ class ReplicaManager(InterruptibleManager):
         """Ask for a quorum until there is one that its members use."""
         self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
         while True:
+            self._note_progress()  # a request ends after ``QUORUM_TIMEOUT_S``, this wait need not
             try:
                 return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
             except QuorumDeclined:

@@ -91,7 +91,7 @@ def editor(tmp_path_factory):
         (1, "sync_every", "sync_every: Annotated[int, 100]", "Inner steps in a round."),
         (2, "run_dir", "run_dir: Annotated[str | None, None]", "The run's folder."),
         (3, "wire_format", 'wire_format: Annotated[WireFormatName, "float32"]', "The format of"),
-        (4, "timeout", "timeout: Annotated[float, 60.0]", "Limit of a collective, a vote"),
+        (4, "timeout", "timeout: Annotated[float, 60.0]", "Limit of a collective and of a vote"),
     ],
 )
 def test_the_definition_of_a_keyword_is_its_type_its_default_and_its_description(

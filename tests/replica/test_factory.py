@@ -6,6 +6,7 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 import gc
 import logging
 import re
+import time
 import weakref
 from unittest.mock import Mock
 
@@ -16,7 +17,6 @@ from torchft.manager import Manager
 
 from composer_replication import DiLoCo
 from composer_replication.diloco.retry import SyncError
-from composer_replication.group.plain_loop import DiLoCo
 from composer_replication.replica import factory as replica
 from composer_replication.replica.addresses import bracketed, does_answer
 from composer_replication.replica.factory import backend_for, make_manager, tame_torchft_logs
@@ -221,6 +221,19 @@ def test_a_loop_waits_as_its_manager_was_told_unless_it_is_told_otherwise(
     diloco = DiLoCo(manager, model, torch.optim.SGD(model.parameters()), sync_every=2, **own)
     assert (diloco.options.num_replicas, diloco.options.give_up_after_s) == expected
     manager.shutdown()
+
+
+@pytest.mark.integration
+def test_who_waits_without_a_limit_for_others_does_not_hang(start_lighthouse, monkeypatch):
+    monkeypatch.setattr("composer_replication.replica.manager.QUORUM_TIMEOUT_S", 0.2)
+    address = start_lighthouse(min_replicas=2)
+    manager = make_manager(replica_id=0, lighthouse_addr=address, give_up_after_s=4.0)
+    noted = []
+    manager.watch_waits(lambda: noted.append(time.monotonic()))
+    with pytest.raises(SyncError, match="waited for a quorum"):
+        manager.start_quorum()
+    manager.shutdown()
+    assert len(noted) > 2
 
 
 @pytest.mark.integration
