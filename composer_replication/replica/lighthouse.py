@@ -183,8 +183,9 @@ def read_status(lighthouse_addr: str) -> LighthouseStatus:
         with _DIRECTLY.open(f"{lighthouse_addr}/status", timeout=CONNECT_TIMEOUT_S) as answer:
             page = answer.read().decode(errors="replace")
     except (OSError, HTTPException) as error:
-        reason = str(error) or repr(error)
-        return LighthouseStatus(situation=f"the lighthouse at {lighthouse_addr} is away ({reason})")
+        return LighthouseStatus(
+            situation=f"the lighthouse at {lighthouse_addr} is away ({error!r})"
+        )
     members = tuple(
         Member(name, int(step), addr, int(ranks))
         for name, step, addr, ranks in _MEMBER.findall(page)
