@@ -118,12 +118,12 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
 
     def _load(self, folder: str | None) -> None:
         problem = ""
-        self._group.continuation.loaded = {}  # a training that failed may have left it
+        self._group.continuation.load({})  # a training that failed may have left something
         if folder is not None and Path(folder, STATE).exists():
             try:
                 saved = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True)
                 self._job.load_beside(saved.pop("beside", {}))
-                self._group.continuation.loaded = saved
+                self._group.continuation.load(saved)
             except Exception as error:  # torch raises errors of many classes
                 problem = f"{STATE} cannot be read ({error})"
         self._group.continuation.check_loaded(folder, problem)

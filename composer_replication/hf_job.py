@@ -245,8 +245,10 @@ class TrainerJob(Host):
         jump = saved["steps"] - self.steps
         self.trainer.state.global_step += jump
         # Its logs divide the losses of this group's steps by their number since these.
-        self.trainer._initial_global_step += jump
-        self.trainer._globalstep_last_logged += jump
+        counts = vars(self.trainer)
+        for name in ("_initial_global_step", "_globalstep_last_logged"):
+            if name in counts:  # the first is of transformers 5.20 and newer
+                counts[name] += jump
 
 
 def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:

@@ -241,8 +241,11 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             # Before all others, which save and export what this one syncs.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda each: each is not self)
 
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._group.continuation.load({})  # of the checkpoint before; this one may have nothing
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._group.continuation.loaded = state_dict
+        self._group.continuation.load(state_dict)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._job.begin()

@@ -80,7 +80,8 @@ class SyncKeywords(WaitKeywords, total=False):
     """How long this group may go without a completed step, sync, save or evaluation batch, in
     seconds. After that its process counts as hung and ends, with a traceback of every thread in its
     log. A process that is busy gets five times as long, and one that waits for other groups gets an
-    hour and ``timeout`` in addition. ``math.inf``, in YAML ``.inf``: no limit. None:
+    hour and ``timeout`` in addition; how long it asks for a quorum is ``give_up_after_s``, and no
+    hang. ``math.inf``, in YAML ``.inf``: no limit. None:
     ``COMPOSER_REPLICATION_HANG_TIMEOUT_S``, else 1800.
     """
 

@@ -101,7 +101,7 @@ class DiLoCoCallback(ShowsGroup, Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         # Composer loads checkpoints before fit_start, which builds DiLoCo. So the state is kept.
-        self._group.continuation.loaded = state
+        self._group.continuation.load(state)
 
     def after_load(self, state: State, logger: Logger) -> None:
         self._is_loading = False

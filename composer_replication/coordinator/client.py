@@ -165,9 +165,11 @@ class CoordinatorClient:
             return answer
         detail = answer.get("detail", _described(response))
         if answer and response.status_code == 401 and self._is_accepted.is_set():
+            have_token = "Authorization" in self._client.headers
+            fix = "with that of its groups (--token-file)" if have_token else "with --no-token"
             raise CoordinatorAwayError(
                 f"the coordinator at {self.address} has another token than before: start it again "
-                "with that of its groups (--token-file)"
+                f"{fix}"
             )
         if answer and response.is_client_error:
             refusal = NameTakenError if response.status_code == 409 else RejectedByCoordinatorError

@@ -281,7 +281,6 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
         last sync, and its next inner step begins a new round. Without it the others could end the
         run, or this group would fall behind and be healed.
         """
-        self._check_counted()
         self._send_all()
         self._outer.sync(Role.IDLES)
 
@@ -298,15 +297,15 @@ class DiLoCo(torchft.local_sgd.DiLoCo):
             ValueError: The weights were trained and no inner step was counted. They stay as they
                 are.
         """
-        self._check_counted()
-        if self._others_have_stepped and not self.inner_steps:
-            raise self._uncounted()
         self._send_all()
         self._outer.finish()
 
     def _send_all(self) -> None:
         """End the sync in flight, and have the next one send what was trained after it, by others
         than the first optimizer too."""
+        self._check_counted()
+        if self._others_have_stepped and not self.inner_steps:
+            raise self._uncounted()
         self._outer.end_sync_early()
         if self._others_have_stepped:
             self._outer.count_other_steps()

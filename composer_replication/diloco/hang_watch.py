@@ -157,7 +157,7 @@ class SyncClock:
 
     Args:
         hang_watch: Gives blocked training, which waits for other groups, the time for that.
-        wait_limit_s: The longest that it may take until a quorum has formed, and from there until
+        wait_limit_s: The longest that one request for a quorum may take, and from the quorum until
             the vote is over, in seconds. What takes longer is a hang and no wait.
     """
 

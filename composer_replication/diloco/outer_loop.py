@@ -116,9 +116,14 @@ class OuterLoop:
             fragment.unsynced.count(samples, rate)
 
     def count_other_steps(self) -> None:
-        """Have the next sync send fragments without inner steps too: others have moved them."""
+        """Have the next sync send fragments without inner steps too, if others have moved them.
+
+        What they did in a sync in flight may have been thrown away. A collective of the ranks.
+        """
         for fragment in self.fragments:
-            if not fragment.unsynced.inner_steps:
+            globals_ = fragment.globals
+            (has_moved,) = globals_.mean_over_ranks(globals_.has_moved())
+            if has_moved and not fragment.unsynced.inner_steps:
                 fragment.unsynced.count(1, learning_rate(*self._inner_optimizers))
 
     def prepare_sync(self) -> None:

@@ -84,7 +84,7 @@ class DiLoCoManager(Protocol):
 
     @property
     def longest_wait_s(self) -> float:
-        """How long one wait of a sync may take, in seconds: for a quorum, or for a collective."""
+        """How long one request for a quorum, or one collective, may take, in seconds."""
         ...
 
     def fetched_state(self) -> dict[str, Any] | None:
@@ -103,7 +103,7 @@ class DiLoCoManager(Protocol):
         ...
 
     def watch_waits(self, note_progress: Callable[[], object]) -> None:
-        """Call this at least every ``longest_wait_s`` seconds of a wait for a quorum."""
+        """Call this at least every ``longest_wait_s`` seconds while others are waited for."""
         ...
 
 

@@ -38,8 +38,8 @@ class Continuation:
         host: The group's trainer.
 
     Attributes:
-        loaded: What a trainer has loaded from a checkpoint, which it puts here, until ``restore``
-            has put it into DiLoCo; otherwise empty. A fit that fails before leaves it here.
+        loaded: What a trainer has loaded from a checkpoint (``load``), until a fit has started with
+            it; otherwise empty.
         is_resumed: Whether this fit continues from a checkpoint.
         ended: DiLoCo's state at the end of the previous fit; empty before. It has no copies, since
             no step follows.
@@ -61,6 +61,14 @@ class Continuation:
         self.unusable = ""
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Note what a trainer has loaded from a checkpoint; empty if nothing.
+
+        The next fit continues from it, and if it cannot start, the fit after that.
+        """
+        self.loaded = state
+        self._resumed = None
 
     def check_loaded(self, path: str | None, problem: str = "") -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
@@ -104,8 +112,14 @@ class Continuation:
                 than it left.
         """
         known = theta_of(self.ended.get("fragments", ()))
-        self.layout = self.layout_of(self.loaded.get("local", known))
-        self._resumed = self._read()
+        layout = self.layout_of(self.loaded.get("local", known))
+        if self._resumed is not None and not _are_same(layout.live, self.layout.live):
+            log.warning("What a fit that did not start had loaded is of another model: forgotten")
+            self.load({})
+            layout = self.layout_of(known)
+        self.layout = layout
+        if self._resumed is None:  # else that fit has read it, and has changed the weights since
+            self._resumed = self._read()
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
         if self.ended and not self.is_resumed:
@@ -189,12 +203,15 @@ class Continuation:
             The group's position in its samples; empty if it starts from nothing.
         """
         state, local = self._resumed or (self.ended, {})
-        self._resumed = None
         with torch.no_grad():
             for name, tensor in local.items():
                 held_tensor(self.layout.live[name]).copy_(tensor)
         if not state:
             return {}
         diloco.load_state_dict(state)
-        self.loaded = {}
         return state["reading"]
+
+
+def _are_same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """Whether these are the same objects by the same names."""
+    return some.keys() == others.keys() and all(some[name] is others[name] for name in some)

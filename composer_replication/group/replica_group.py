@@ -45,8 +45,8 @@ package_log = logging.getLogger("composer_replication")
 class ReplicaGroup:
     """One replica group of a DiLoCo run, for a trainer that calls these methods.
 
-    Before the first fit a trainer calls ``ask_coordinator``, and puts into ``continuation.loaded``
-    what a checkpoint has. For a fit it calls ``join``, then for each step ``begin_step``, ``count``
+    Before the first fit a trainer calls ``ask_coordinator``, and gives what a checkpoint has to
+    ``continuation.load``. For a fit it calls ``join``, then for each step ``begin_step``, ``count``
     and ``end_step``, and finally ``end``; or ``leave`` if the fit fails. Between two fits the group
     keeps its state, and the next fit continues from it. Every rank of the group makes each call.
 
@@ -173,11 +173,10 @@ class ReplicaGroup:
                 self.data.start()
             self._report("training")
         except BaseException:
-            self.leave()  # the others wait for this group as long as it sends heartbeats
+            self._drop()  # the others wait for this group as long as it sends heartbeats
             release(self)
-            if not self.continuation.is_resumed or self.continuation.loaded:
-                self._drop()  # else it alone has what the checkpoint had: the next fit needs it
             raise
+        self.continuation.load({})  # it is DiLoCo's now
 
     def _prepare(self) -> None:
         """Check what this group brings along, before it contacts any other."""

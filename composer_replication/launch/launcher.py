@@ -96,7 +96,8 @@ class LaunchOptions:
         replicas: Number of replica groups.
         max_restarts: Most restarts in a row of a group that dies.
         straggler_timeout_s: Longest wait of a sync for a group that is alive and late, in seconds.
-        hang_timeout_s: A group ends itself after this time without progress, in seconds.
+        hang_timeout_s: A group ends itself after this time without progress, in seconds. If it is
+            not given, COMPOSER_REPLICATION_HANG_TIMEOUT_S counts before the default.
     """
 
     replicas: Count = 2
@@ -245,12 +246,14 @@ def run_group(
         restarts: Most restarts in a row without a sync.
         backoff_s: Seconds before the first restart; each in a row waits twice as long.
         nproc: Number of processes in the group. Default: as many as the command starts.
-        hang_timeout_s: The group ends itself after this time without progress, in seconds.
+        hang_timeout_s: The group ends itself after this time without progress, in seconds. If it is
+            not given, COMPOSER_REPLICATION_HANG_TIMEOUT_S counts before the default.
         run_dir: The run's folder. Default: COMPOSER_REPLICATION_RUN_DIR, else a temporary one.
 
     Returns:
         The exit status of the command's last end; 128 and the signal's number if one ended it, 130
-        if this process was interrupted, and 1 if the run has learned nothing.
+        if this process was interrupted, 2 if the group was rejected, and 1 if the run has learned
+        nothing.
 
     Raises:
         ConfigError: There is no such command, or the group has no id.

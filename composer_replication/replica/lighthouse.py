@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
 import re
 import socket
 import sys
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from torchft.coordination import LighthouseServer
 
 log = logging.getLogger(__name__)
+
+# torchft's servers run on threads of Rust, which a forked process lacks, such as a DataLoader's
+# worker. If it collected one as garbage, it would wait for these threads for ever.
+os.register_at_fork(after_in_child=gc.freeze)
 
 STRAGGLER_TIMEOUT_S = 60.0
 """How long a quorum waits for a group that is alive and has not asked for one, in seconds."""

@@ -199,7 +199,7 @@ class ReplicaManager(InterruptibleManager):
 
     @property
     def longest_wait_s(self) -> float:
-        """How long one wait of a sync may take, in seconds: for a quorum, or for a collective."""
+        """How long one request for a quorum, or one collective, may take, in seconds."""
         return (self._quorum_timeout + self._timeout).total_seconds()
 
     def on_other_datasets(self) -> list[str]:
@@ -220,7 +220,7 @@ class ReplicaManager(InterruptibleManager):
         self._checkpoint_transport.serve(self.current_step, source, lambda: self._is_syncing)
 
     def watch_waits(self, note_progress: Callable[[], object]) -> None:
-        """Call this before each request for a quorum."""
+        """Call this after each request for a quorum that has waited for other groups."""
         self._note_progress = note_progress
 
     def fetched_state(self) -> dict[str, Any] | None:
@@ -278,14 +278,19 @@ class ReplicaManager(InterruptibleManager):
         """Ask for a quorum until there is one that its members use."""
         self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
         while True:
-            self._note_progress()  # a request ends after ``QUORUM_TIMEOUT_S``, this wait need not
+            asked_at = time.monotonic()
             try:
                 return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
             except QuorumDeclined:
+                self._note_progress()
                 self._go_on()
                 self.member.missing.wait()
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)
+                self.member.missing.deadline = None  # nobody could come meanwhile
+                # This group's own server, if it is gone, fails a request at once.
+                if time.monotonic() - asked_at > self._quorum_timeout.total_seconds() / 2:
+                    self._note_progress()
                 self._go_on()
                 # If the lighthouse is away, the request fails at once: do not spin.
                 time.sleep(POLL_S)

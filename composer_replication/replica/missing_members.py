@@ -26,7 +26,8 @@ class MissingMembers:
     Attributes:
         names: The lighthouse's names of the members waited for.
         deadline: When the wait for them ends, by ``time.monotonic``: ``STRAGGLER_TIMEOUT_S`` after
-            the first quorum that lacked them, or sooner if they are alive. None: it has not begun.
+            the first quorum that lacked them, or sooner if they are alive. None: it has not begun,
+            as after a request that failed.
     """
 
     HEARTBEAT_WITHIN_S = 5.0

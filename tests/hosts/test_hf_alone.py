@@ -324,13 +324,14 @@ def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
     assert contributions == [4 * 8, 4 * 8, 3 * 8]
 
 
+@pytest.mark.parametrize("where", ["group.replica_group.connect", "diloco.algorithm.join"])
 def test_a_training_that_resumes_nothing_forgets_what_one_that_did_not_start_has_loaded(
-    tmp_path, monkeypatch
+    where, tmp_path, monkeypatch
 ):
     saved(tmp_path)
     trainer = alone(tmp_path, args=SAVES)
     with monkeypatch.context() as patch:
-        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
+        patch.setattr(f"composer_replication.{where}", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             trainer.train(resume_from_checkpoint=True)
     trainer.train()

@@ -3,16 +3,18 @@
 Real: sockets on this machine, and in the last tests torchft's lighthouse.
 """
 
+import gc
 import socket
 import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import get_context
 
 import pytest
 from lighthouse_page import heard_of
 from strange_servers import strange_server
-from torchft.coordination import LighthouseClient
+from torchft.coordination import LighthouseClient, LighthouseServer
 from waiting import stop_accepting
 
 from composer_replication.replica.factory import make_manager
@@ -171,3 +173,19 @@ def test_a_server_that_cannot_be_started_yet_is_tried_again():
     server.restart_if_it_refuses("The lighthouse")
     assert can_connect("127.0.0.1", port)
     server.shutdown()
+
+
+def test_a_forked_process_waits_for_no_server_that_it_would_collect():
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    gc.disable()  # it is collected in the child, if at all
+    try:
+        cycle: list[object] = [lighthouse]
+        cycle.append(cycle)
+        del cycle, lighthouse
+        child = get_context("fork").Process(target=gc.collect)
+        child.start()
+        child.join(10.0)
+        assert child.exitcode == 0
+    finally:
+        gc.enable()
+        child.kill()

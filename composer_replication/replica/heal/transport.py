@@ -364,3 +364,4 @@ class HealTransport(CheckpointTransport[dict[str, Any]]):
         for kind in self._donor.answers:
             self.server.answers.pop(kind, None)
         self._donor.stop()
+        self.downloaded = None
