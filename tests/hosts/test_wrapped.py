@@ -226,9 +226,13 @@ def test_a_step_of_the_first_one_is_an_inner_step_and_others_may_step_more_or_le
             torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
 
 
-def test_a_last_step_of_another_one_while_a_sync_is_in_flight_is_sent_after_it():
+@pytest.mark.filterwarnings("ignore:fragment_sync_delay=1 with fragment_update_alpha=0")
+@pytest.mark.parametrize(("alpha", "outer_steps"), [(0.5, 2), (0.0, 1)])
+def test_a_last_step_of_another_one_while_a_sync_is_in_flight_is_sent_if_it_is_kept(
+    alpha, outer_steps
+):
     models, (first, other) = halves()
-    delay = {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5}
+    delay = {"sync_every": 2, "fragment_sync_delay": 1, "fragment_update_alpha": alpha}
     with alone(models, [first, other], **delay) as diloco:
         train(models[:1], [first], 1)
         sent = models[1].weight.detach().clone()
@@ -236,7 +240,8 @@ def test_a_last_step_of_another_one_while_a_sync_is_in_flight_is_sent_after_it()
         trained = models[1].weight.detach().clone()
         diloco.final_sync()
     assert not torch.equal(sent, trained)
-    torch.testing.assert_close(models[1].weight.detach(), 0.5 * (sent + trained))
+    torch.testing.assert_close(models[1].weight.detach(), sent.lerp(trained, alpha))
+    assert diloco.outer_step == outer_steps
 
 
 @pytest.mark.parametrize("synced", [0, 4])

@@ -14,6 +14,7 @@ from composer_replication.diloco.retry import (
     SyncRetries,
 )
 from composer_replication.options import ReplicaOptions
+from composer_replication.simulation.manager import SimulatedManager
 from composer_replication.simulation.simulation import Fault, SimulationError
 
 
@@ -44,6 +45,17 @@ def test_who_trains_on_after_a_last_sync_that_failed_has_more_to_send():
 
     simulate(replica, num_replicas=1, faults=[Fault("fail_commit", replica_id=0, step=1)])
     assert [row.has_more for row in rows] == [True, True]
+
+
+def test_a_wait_for_others_is_told_to_the_watch_for_hangs(monkeypatch):
+    told = []
+    monkeypatch.setattr(SimulatedManager, "watch_waits", lambda manager, note: told.append(note))
+
+    def replica(sim):
+        with Group(sim, Constant(w=(1,)), sync_every=2) as group:
+            assert told == [group.diloco.hang_watch.note_progress]
+
+    simulate(replica, num_replicas=1)
 
 
 @pytest.mark.parametrize("counted", ["samples", "tokens"])
