@@ -118,7 +118,7 @@ class DiLoCoTrainerCallback(ShowsGroup, TrainerCallback):
 
     def _load(self, folder: str | None) -> None:
         problem = ""
-        self._group.continuation.load({})  # a training that failed may have left something
+        self._group.forget_failed_start()
         if folder is not None and Path(folder, STATE).exists():
             try:
                 saved = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True)

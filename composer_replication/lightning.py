@@ -242,10 +242,12 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             trainer.callbacks = sorted(trainer.callbacks, key=lambda each: each is not self)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._group.continuation.load({})  # of the checkpoint before; this one may have nothing
+        if trainer.state.fn == "fit":
+            self._group.forget_failed_start()  # this checkpoint may have nothing of DiLoCo
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._group.continuation.load(state_dict)
+        if self._job.trainer.state.fn == "fit":  # and not a validation's
+            self._group.continuation.load(state_dict)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._job.begin()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer_replication.diloco.algorithm import DiLoCo
 from composer_replication.diloco.division import held_tensor
@@ -38,8 +38,8 @@ class Continuation:
         host: The group's trainer.
 
     Attributes:
-        loaded: What a trainer has loaded from a checkpoint (``load``), until a fit has started with
-            it; otherwise empty.
+        loaded: What a trainer has loaded from a checkpoint (``load``), until ``restore`` has put it
+            into DiLoCo; otherwise empty. A fit that fails before leaves it here for the next one.
         is_resumed: Whether this fit continues from a checkpoint.
         ended: DiLoCo's state at the end of the previous fit; empty before. It has no copies, since
             no step follows.
@@ -61,14 +61,13 @@ class Continuation:
         self.unusable = ""
         self._path: str | None = None
         self._resumed: tuple[dict[str, Any], Mapping[str, Tensor]] | None = None
+        self._read_for: Mapping[str, Tensor] = {}
+        """The tensors of the fit that has begun with ``loaded``."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Note what a trainer has loaded from a checkpoint; empty if nothing.
-
-        The next fit continues from it, and if it cannot start, the fit after that.
-        """
+        """Note what a trainer has loaded from a checkpoint; empty if nothing."""
         self.loaded = state
-        self._resumed = None
+        self._read_for = {}
 
     def check_loaded(self, path: str | None, problem: str = "") -> None:
         """Refuse a checkpoint that the trainer has loaded, if it has no state of DiLoCo.
@@ -113,13 +112,13 @@ class Continuation:
         """
         known = theta_of(self.ended.get("fragments", ()))
         layout = self.layout_of(self.loaded.get("local", known))
-        if self._resumed is not None and not _are_same(layout.live, self.layout.live):
+        if self._read_for and not _are_same(layout.live, self._read_for):
             log.warning("What a fit that did not start had loaded is of another model: forgotten")
             self.load({})
             layout = self.layout_of(known)
         self.layout = layout
-        if self._resumed is None:  # else that fit has read it, and has changed the weights since
-            self._resumed = self._read()
+        self._read_for = layout.live if self.loaded else {}
+        self._resumed = self._read()
         self.is_resumed = self._resumed is not None
         self._host.averages.begin(self.is_resumed)
         if self.ended and not self.is_resumed:
@@ -203,15 +202,21 @@ class Continuation:
             The group's position in its samples; empty if it starts from nothing.
         """
         state, local = self._resumed or (self.ended, {})
+        self._resumed = None
         with torch.no_grad():
             for name, tensor in local.items():
                 held_tensor(self.layout.live[name]).copy_(tensor)
         if not state:
             return {}
         diloco.load_state_dict(state)
+        self.load({})
         return state["reading"]
 
 
 def _are_same(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
-    """Whether these are the same objects by the same names."""
-    return some.keys() == others.keys() and all(some[name] is others[name] for name in some)
+    """Whether these have the same names, and are the same parameters.
+
+    ``Module.to`` and ``cpu`` keep parameters, and replace buffers.
+    """
+    parameters = [name for name, tensor in some.items() if isinstance(tensor, nn.Parameter)]
+    return some.keys() == others.keys() and all(some[name] is others[name] for name in parameters)

@@ -102,6 +102,7 @@ class ReplicaGroup:
         self.continuation = Continuation(host)
         self.generators = Generators()
         self._received: tuple[dict[str, Any], bool] | None = None
+        self._has_failed_start = False
         self._parent = os.getppid()
         self._joined = ExitStack()  # what a fit has joined, to leave in the opposite order
         self._leaving = threading.RLock()  # when a fit has failed, another thread leaves
@@ -173,10 +174,23 @@ class ReplicaGroup:
                 self.data.start()
             self._report("training")
         except BaseException:
-            self._drop()  # the others wait for this group as long as it sends heartbeats
+            self.leave()  # the others wait for this group as long as it sends heartbeats
             release(self)
+            self._has_failed_start = True
+            if not self.continuation.is_resumed or self.continuation.loaded:
+                self._forget_start()  # else it alone has what the checkpoint had, for the next fit
             raise
-        self.continuation.load({})  # it is DiLoCo's now
+        self._has_failed_start = False
+
+    def forget_failed_start(self) -> None:
+        """Have the next fit not continue from what one that did not start has loaded."""
+        self.continuation.load({})
+        if self._has_failed_start:
+            self._forget_start()
+
+    def _forget_start(self) -> None:
+        self._drop()
+        self._received = None
 
     def _prepare(self) -> None:
         """Check what this group brings along, before it contacts any other."""
@@ -396,7 +410,7 @@ class ReplicaGroup:
         state = self.continuation.ended
         if self.diloco is not None:
             state = self._diloco_state(self.diloco)
-        if not state or self.weights is None:
+        if not state or self.weights is None or self.continuation.loaded:
             return self.continuation.loaded
         local = self.host.averages.local(self.weights.local())
         return self.continuation.layout.pack(state, local, self.weights.saved)

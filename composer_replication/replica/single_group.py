@@ -175,6 +175,12 @@ class SingleGroupManager(TellsNothing):
 
     # ---- the state -------------------------------------------------------------------------------
 
+    def allow_state_dict_read(self) -> None:
+        """Do nothing, for torchft's own DiLoCo: nobody reads the state while it changes."""
+
+    def disallow_state_dict_read(self) -> None:
+        """Do nothing, for the reason given at ``allow_state_dict_read``."""
+
     def state_dict(self) -> dict[str, int]:
         """The step counters, for a checkpoint."""
         return {"step": self._step, "batches_committed": self._batches_committed}

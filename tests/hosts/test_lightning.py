@@ -249,6 +249,40 @@ def test_a_run_continued_from_its_last_step_ends_with_what_it_had(tmp_path):
     assert diloco.diloco is None and not trainer.fit_loop.done
 
 
+@pytest.mark.parametrize("where", ["group.replica_group.connect", "diloco.algorithm.join"])
+def test_a_fit_after_a_start_that_failed_continues_from_the_checkpoint_of_its_model(
+    where, tmp_path, monkeypatch
+):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
+    trainer_of(alone(), saver, max_steps=8).fit(module_of(), loader_of(0, 8))
+
+    def train(module, fails=False):
+        trainer = trainer_of(diloco := alone(), max_steps=16)
+        if fails:
+            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+                patch.setattr(f"composer_replication.{where}", lambda *arguments: 1 / 0)
+                trainer.fit(module, loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
+        trainer.fit(module, loader_of(0, 8), ckpt_path=None if fails else tmp_path / "last.ckpt")
+        return diloco.result
+
+    expected = train(module_of())
+    assert expected["inner_steps"] == 16
+    assert train(module_of(), fails=True) == expected
+
+
+def test_a_fit_of_another_model_forgets_what_one_that_did_not_start_has_loaded(
+    tmp_path, monkeypatch
+):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
+    trainer_of(diloco := alone(), saver, max_steps=8).fit(module_of(), loader_of(0, 8))
+    trainer = trainer_of(diloco := alone(), max_steps=16)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
+        trainer.fit(module_of(), loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
+    trainer_of(diloco, max_steps=8).fit(module_of(1), loader_of(0, 8))
+    assert diloco.result["inner_steps"] == 8
+
+
 # ---- other groups ----------------------------------------------------------------------------
 
 
