@@ -241,7 +241,12 @@ class DiLoCoLightningCallback(ShowsGroup, Callback):
             # Before all others, which save and export what this one syncs.
             trainer.callbacks = sorted(trainer.callbacks, key=lambda each: each is not self)
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        checkpoint: dict[str, Any],
+    ) -> None:
         if trainer.state.fn == "fit":
             self._group.forget_failed_start()  # this checkpoint may have nothing of DiLoCo
 
