@@ -50,7 +50,7 @@ def mean_of(share, groups, weights=(1.0,)):
 
 
 def are_equal(one, other):
-    """Of containers too, to the bit."""
+    """Whether two tensors, or containers of tensors, have the same numbers to the bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

@@ -114,7 +114,7 @@ OF_PICTURES = "cnn"
 """A model whose loss differs by some percent on another processor: all of its arms are trained."""
 
 FIVE_SEEDS = (*SEEDS, 4, 5)
-"""Those of ``wanted_pictures``."""
+"""The seeds of the trainings on pictures, whose loss spreads by some percent from seed to seed."""
 
 
 class Known(NamedTuple):

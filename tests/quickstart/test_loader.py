@@ -24,7 +24,7 @@ def read(loader):
 
 
 def play_rank(monkeypatch, rank):
-    """Be one of two."""
+    """Have the environment say that this process is this rank of two."""
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
 
