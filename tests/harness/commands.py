@@ -66,8 +66,11 @@ class RunningGroup:
         """That nothing of it has failed, and that its time is not over."""
         statuses = self.statuses()
         if any(statuses) or time.monotonic() > self._deadline:
-            said = [output.read_text()[-4000:] for _, output in self._processes]
-            raise AssertionError("\n".join([f"exit statuses {statuses}", *said]))
+            raise AssertionError(f"exit statuses {statuses}\n{self.said()}")
+
+    def said(self) -> str:
+        """The end of what each process has written."""
+        return "\n".join(output.read_text()[-4000:] for _, output in self._processes)
 
     def kill(self) -> None:
         """End all of it with SIGKILL."""
