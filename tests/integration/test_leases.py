@@ -112,7 +112,9 @@ class LeaseRun(Run):
             if None not in codes and codes != {0}:  # all its ranks have ended
                 # A joiner that cannot connect twice, between two deaths, leaves with status 1.
                 self.num_left += codes == {1}
-                assert codes in ({-signal.SIGKILL}, {1}), f"group {replica_id}: {codes}\n{group.said()}"
+                assert codes in ({-signal.SIGKILL}, {1}), (
+                    f"group {replica_id}: {codes}\n{group.said()}"
+                )
                 assert self.num_left <= 4
                 self.start_group(replica_id)
         return all(set(group.statuses()) == {0} for group in self.groups.values())
