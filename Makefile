@@ -29,8 +29,8 @@ unexport PYTHONDONTWRITEBYTECODE
 train: $(VENV)/.installed
 	$(BIN)/composer-replication launch configs/quickstart.yaml --replicas 2 $(ARGS)
 
-# Two workers a core: most tests wait for other processes.
-WORKERS ?= $(shell expr 2 \* $$(nproc))
+# Three workers a core: most tests wait for other processes.
+WORKERS ?= $(shell expr 3 \* $$(nproc))
 PYTEST := $(BIN)/python -m pytest
 test: $(VENV)/.installed-dev
 	$(PYTEST) -n $(WORKERS) --maxprocesses 16 --dist worksteal -m 'not alone and not pages'

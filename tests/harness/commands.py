@@ -73,11 +73,12 @@ class RunningGroup:
         return "\n".join(output.read_text()[-4000:] for _, output in self._processes)
 
     def kill(self) -> None:
-        """End all of it with SIGKILL."""
-        for process, _ in self._processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # it may not lead its session yet
+        """End all of it with SIGKILL, at once: no rank sees the death of another and leaves."""
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for process, _ in self._processes:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                process.send_signal(number)  # it may not lead its session yet
         for process, _ in self._processes:
             process.wait()
 
