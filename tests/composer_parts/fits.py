@@ -1,7 +1,7 @@
 """Short fits with a part of Composer: without DiLoCo, with it, and in two groups."""
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from common import parameters_of
 from composer import Callback, Trainer
 from composer.loggers import InMemoryLogger
 from composer_parts.models import image_data, images
+from harness.trainers import building, callback_of, sgd, trainer_of
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import simulate
@@ -98,19 +99,12 @@ class Fit:
         return callback
 
 
-building = threading.RLock()  # a Trainer seeds the generators, which the groups' threads share
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def trainer_of(part: Part, *callbacks, group=0, **more):
-    """A Trainer with the part, its losses, its logger and the arguments of the part."""
+def fit(part: Part, diloco=None, group=0, **more) -> Fit:
+    """Train one group, or without DiLoCo, with what the part wants of a Trainer."""
     with building:
         given = dict(part.build()) | more
         losses, logged = Losses(), InMemoryLogger()
-        model = given.pop("model", None) or part.model(group)
+        model = part.model(group)
         optimizers = given.pop("optimizers", sgd)(model.parameters())
         build_scheduler = given.pop("torch_scheduler", None)
         if build_scheduler is not None:  # torch's own want the optimizer
@@ -119,27 +113,13 @@ def trainer_of(part: Part, *callbacks, group=0, **more):
             "train_dataloader": part.data(group),
             "max_duration": "3ep",
             "run_name": f"group{group}",
-            "device": "cpu",
-            "precision": "fp32",
-            "seed": 1,
-            "progress_bar": False,
-            "auto_log_hparams": False,
         } | given
-        arguments["loggers"] = [logged, *arguments.get("loggers", ())]
-        arguments["callbacks"] = [losses, *arguments.get("callbacks", ()), *callbacks]
-        trainer = Trainer(model=model, optimizers=optimizers, **arguments)
-        return trainer, losses, logged, given
-
-
-def fit(part: Part, diloco=None, group=0, **more) -> Fit:
-    """Train one group, or without DiLoCo."""
-    callbacks = [] if diloco is None else [diloco]
-    trainer, losses, logged, given = trainer_of(part, *callbacks, group=group, **more)
-    try:
+        arguments["loggers"] = [logged, *given.get("loggers", ())]
+        callbacks = [losses, *arguments.pop("callbacks", ()), *([diloco] if diloco else [])]
+        trainer = trainer_of(*callbacks, model=model, optimizer=lambda _: optimizers, **arguments)
+    with closing(trainer):
         (part.steps or Trainer.fit)(trainer)
         return Fit(trainer, diloco, losses.values, logged, given)
-    finally:
-        trainer.close()
 
 
 def fit_alone(part: Part, **more) -> Fit:
@@ -162,11 +142,7 @@ def fit_groups(
     """
 
     def replica(sim):
-        diloco = DiLoCoCallback(
-            manager=sim.manager,
-            replica_id=sim.replica_id,
-            **{"num_replicas": num_replicas, "sync_every": 3} | (settings or {}),
-        )
+        diloco = callback_of(sim, **{"sync_every": 3} | (settings or {}))
         return fit(part, diloco, group=sim.replica_id, **own(sim.replica_id) | more)
 
     return simulate(replica, num_replicas=num_replicas, faults=faults)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from common import are_equal, parameters_of
 from composer.callbacks import LoadCheckpoint, ThresholdStopper
-from composer_parts.callbacks import CALLBACKS, evaluating
+from composer_parts.callbacks import CALLBACKS
 from composer_parts.fits import (
     IDENTITY,
     Part,
@@ -32,33 +32,18 @@ STREAMING = {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 1}
 # ---- the notes on the page --------------------------------------------------------------------
 
 
-def test_groups_that_watch_the_global_weights_stop_together():
-    part = Part(build=lambda: {"callbacks": [watching("eval", 10.0)], **evaluating()})
-    one, other = check_equal(part)
-    assert len(one.losses) == len(other.losses) == 2
-
-
 def test_an_export_is_the_model_after_the_final_sync():
     part = CALLBACKS["ExportForInferenceCallback"]
     for each in check_equal(part):
         part.did(each, None)
 
 
-def watching(where, threshold):
-    return ThresholdStopper(
-        "CrossEntropy" if where == "eval" else "MulticlassAccuracy",
-        where,
-        threshold,
-        comp=torch.less,
-        stop_on_batch=True,
-    )
-
-
 @pytest.mark.parametrize("settings", [{}, STREAMING], ids=["vanilla", "streaming"])
 def test_a_group_that_stops_by_itself_follows_the_others_to_their_end(settings):
     def stopper(group):
-        never = -1.0
-        return {"callbacks": [watching("train", never if group else 2)]}
+        threshold = -1.0 if group else 2  # the second one never
+        stops = {"comp": torch.less, "stop_on_batch": True}
+        return {"callbacks": [ThresholdStopper("MulticlassAccuracy", "train", threshold, **stops)]}
 
     stopped, other = check_equal(Part(), own=stopper, settings=settings)
     assert (len(stopped.losses), len(other.losses)) == (1, 12)

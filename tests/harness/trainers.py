@@ -79,27 +79,28 @@ def data(replica_id=0, batches=4):
     return DataLoader(TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True))), 8)
 
 
-building = threading.Lock()  # Composer seeds torch's generator, which the replicas' threads share
+building = threading.RLock()  # a Trainer seeds torch's generator, which the replicas' threads share
 
 
-def trainer_of(*callbacks, replica_id=0, optimizer=None, **arguments):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def trainer_of(*callbacks, replica_id=0, model=TinyModel, optimizer=sgd, **arguments):
+    """A small Trainer; its model, or a function that makes it of the group's number."""
     with building:
-        model = arguments.pop("model", None) or TinyModel
-        if isinstance(model, type):
-            model = model(seed=replica_id)
-        build = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-        return Trainer(
-            model=model,
-            optimizers=build(model.parameters()),
-            train_dataloader=arguments.pop("train_dataloader", None) or data(replica_id),
-            callbacks=list(callbacks),
-            device="cpu",
-            precision=arguments.pop("precision", "fp32"),
-            seed=1,
-            progress_bar=arguments.pop("progress_bar", False),
-            auto_log_hparams=False,
-            **arguments,
-        )
+        if not isinstance(model, torch.nn.Module):
+            model = model(replica_id)
+        own = {
+            "train_dataloader": data(replica_id),
+            "device": "cpu",
+            "precision": "fp32",
+            "seed": 1,
+            "progress_bar": False,
+            "auto_log_hparams": False,
+        }
+        own |= {"optimizers": optimizer(model.parameters()), "callbacks": [*callbacks]}
+        return Trainer(model=model, **own | arguments)
 
 
 def callback_of(sim, **arguments):

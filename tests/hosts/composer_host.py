@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from composer import Callback, Trainer
+from composer import Callback
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from harness.logged import logged
-from harness.trainers import Evaluated, building
+from harness.trainers import Evaluated, trainer_of
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,39 +55,35 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     # A manager is good for one fit.
     manager = None if job.fits > 1 else sim.manager
     callback = DiLoCoCallback(manager=manager, **job.arguments(sim.replica_id, sim.num_replicas))
-    with building:
-        model = Evaluated()
-        model.mlp = net = job.model(sim.replica_id)
-        steps = _Steps(job, sim.replica_id, net)
-        memory = InMemoryLogger()
-        more: dict[str, Any] = {}
-        if job.save_every or job.resumes_at is not None:
-            more = {
-                "save_folder": str(job.own_folder(sim.replica_id)),
-                "save_filename": "{batch}.pt",
-                "save_interval": f"{job.save_every or 1000}ba",
-                "save_overwrite": job.resumes_at is not None,
-            }
-        if job.resumes_at is not None:
-            more["load_path"] = f"{more['save_folder']}/{job.resumes_at}.pt"
-        if job.is_sharded:
-            more["parallelism_config"] = {"fsdp": {"state_dict_type": "full"}}
-        batches = job.batches(sim.replica_id, job.steps * job.accumulate * job.ranks * job.fits)
-        trainer = Trainer(
-            model=model,
-            optimizers=job.optimizer(net),
-            train_dataloader=_loader(batches, BATCH_SIZE * job.accumulate),
-            eval_dataloader=_loader([held_out()], 16),
-            eval_interval=f"{job.evaluate_every}ba" if job.evaluate_every else 0,
-            max_duration=f"{job.steps}ba",
-            device_train_microbatch_size=BATCH_SIZE,
-            callbacks=[callback, steps],
-            loggers=[memory],
-            device="cpu",
-            progress_bar=False,
-            auto_log_hparams=False,
-            **more,
-        )
+    model = Evaluated()
+    model.mlp = net = job.model(sim.replica_id)
+    steps = _Steps(job, sim.replica_id, net)
+    memory = InMemoryLogger()
+    more: dict[str, Any] = {}
+    if job.save_every or job.resumes_at is not None:
+        more = {
+            "save_folder": str(job.own_folder(sim.replica_id)),
+            "save_filename": "{batch}.pt",
+            "save_interval": f"{job.save_every or 1000}ba",
+            "save_overwrite": job.resumes_at is not None,
+        }
+    if job.resumes_at is not None:
+        more["load_path"] = f"{more['save_folder']}/{job.resumes_at}.pt"
+    if job.is_sharded:
+        more["parallelism_config"] = {"fsdp": {"state_dict_type": "full"}}
+    batches = job.batches(sim.replica_id, job.steps * job.accumulate * job.ranks * job.fits)
+    trainer = trainer_of(
+        *(callback, steps),
+        model=model,
+        optimizer=lambda _: job.optimizer(net),
+        train_dataloader=_loader(batches, BATCH_SIZE * job.accumulate),
+        eval_dataloader=_loader([held_out()], 16),
+        eval_interval=f"{job.evaluate_every}ba" if job.evaluate_every else 0,
+        max_duration=f"{job.steps}ba",
+        device_train_microbatch_size=BATCH_SIZE,
+        loggers=[memory],
+        **more,
+    )
     with logged() as said, contextlib.closing(trainer):
         for fit in range(job.fits):
             trainer.fit(duration=f"{job.steps}ba" if fit else None)
