@@ -5,13 +5,10 @@ Real: the examples under ``launch``, with a coordinator, torchrun, gloo; TRL's t
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from common import are_equal
 pytest.importorskip("trl", reason="trl is not installed")
 
 from datasets import Dataset, concatenate_datasets, interleave_datasets
+from harness.launching import ROOT, launch
 from harness.logged import kept_messages
 from harness.processes import Process, run_groups
 from peft import LoraConfig
@@ -32,33 +30,17 @@ from composer_replication.hf import DiLoCoTrainerCallback, replica_shard
 from hosts.hf_trainers import QUIET, callback_in, in_group
 from hosts.host import weights_of
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
-from trl_models import tiny_llama, tokenizer_of_bytes  # noqa: E402
-
-
-def launch(folder: Path, ranks: int, *command: str) -> dict[str, Any]:
-    """Train an example in two groups; the summary of the run."""
-    launched = [sys.executable, "-m", "composer_replication", "launch", "--replicas", "2"]
-    done = subprocess.run(
-        [*launched, "--nproc", str(ranks), "--set", "sync_every=5", "--", *command],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = (folder / "runs").iterdir()
-    return json.loads((run / "summary.json").read_text())
+from trl_models import tiny_llama, tokenizer_of_bytes
 
 
 @pytest.mark.parametrize(
     ("example", "ranks"), [("train_sft.py", 1), ("train_grpo.py", 1), ("train_sft.py", 2)]
 )
 def test_an_example_trains_in_two_groups_that_end_equal(example, ranks, tmp_path):
-    script = str(ROOT / "examples" / example)
-    summary = launch(tmp_path, ranks, sys.executable, script, "10")
-    assert len({group["global_digest"] for group in summary["replicas"]}) == 1
+    options = ["--nproc", ranks, "--set", "sync_every=5"]
+    command = [sys.executable, ROOT / "examples" / example, "10"]
+    summary, _ = launch(tmp_path, *options, "--", *command)
     assert [group["outer_steps"] for group in summary["replicas"]] == [2, 2]
 
 

@@ -8,18 +8,16 @@ a tiny model on the CPU, two groups under ``launch``.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
+from harness.launching import ROOT, launch
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 STEPS = 40
 OF_BOTH = {
     "output_dir": "out",
@@ -74,21 +72,11 @@ def test_the_recipe_trains_two_groups_that_save_the_same_model(trainer: str, tmp
     command, own = TRAINERS[trainer]
     write_model_and_data(tmp_path)
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(OF_BOTH | own))
-    launch = ["-m", "composer_replication", "launch", "--replicas", "2", "--run-dir", "run"]
-    words = [*launch, "--set", "sync_every=10", "--", sys.executable, *command, "sft.yaml"]
-    path = os.pathsep.join([str(ROOT / "examples"), *sys.path])
-    offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=tmp_path,
-        env=os.environ | offline,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    words = ["--set", "sync_every=10", "--", sys.executable, *command, "sft.yaml"]
+    summary, said = launch(tmp_path, *words, **offline)
     assert [group["inner_steps"] for group in summary["replicas"]] == [STEPS, STEPS]
-    assert "train on the same samples" not in done.stdout
+    assert "train on the same samples" not in said
     first, second = (tmp_path / "out" / name / "model.safetensors" for name in "01")
     assert first.read_bytes() == second.read_bytes()
 
