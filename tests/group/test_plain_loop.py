@@ -3,15 +3,12 @@
 With ``launch``: tests/hosts/test_launched.py.
 """
 
-import weakref
-
 import pytest
 import torch
 from common import TinyMLP, batch, mse
 from run_events import events_of, result_of, syncs_of
 
 from composer_replication import DiLoCo, make_manager, read_run
-from composer_replication.group.run_folder import ReplicaFolder
 
 
 @pytest.fixture
@@ -100,20 +97,3 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert train(4)[1] == [1, 2]
     assert not [*tmp_path.iterdir()]
-
-
-def test_an_error_that_was_written_is_not_kept_with_all_that_its_frames_hold(folder):
-    def fail():
-        batches = torch.ones(3)
-        held.append(weakref.ref(batches))
-        raise MemoryError("out of memory")
-
-    held = []
-    replica = ReplicaFolder(folder.parent, "a")
-    try:
-        fail()
-    except MemoryError as error:
-        replica.write_error(error)
-        replica.write_error(error)  # another place sees it too
-    assert [event["type"] for event in events_of(folder, "error")] == ["MemoryError"]
-    assert held[0]() is None

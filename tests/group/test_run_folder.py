@@ -9,8 +9,10 @@ import json
 import socket
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
 from failing_disk import no_file_above
 from run_events import events_of, syncs_of
 
@@ -95,6 +97,7 @@ def test_two_runs_that_start_in_the_same_second_have_a_folder_each(tmp_path, mon
 
 HOLD = """
 import sys
+import weakref
 from composer_replication.group.run_folder import make_run_folder
 try:
     make_run_folder({"run_dir": sys.argv[1], "autoresume": True}, "tiny.yaml")
@@ -238,16 +241,24 @@ def test_what_a_power_cut_leaves_does_not_keep_a_group_from_starting(tmp_path, d
     assert status(tmp_path) == {"phase": "starting"}
 
 
-def test_an_error_is_written_once(tmp_path):
-    folder, error = ReplicaFolder(tmp_path, 0), SyncError("it was not sound")
-    folder.write_error(error)
-    folder.write_error(error)
+def test_an_error_is_written_once_and_not_kept_with_all_that_its_frames_hold(tmp_path):
+    def fail():
+        batches = torch.ones(3)
+        held.append(weakref.ref(batches))
+        raise SyncError("it was not sound")
+
+    folder, held = ReplicaFolder(tmp_path, "a"), []
+    try:
+        fail()
+    except SyncError as error:
+        folder.write_error(error)
+        folder.write_error(error)  # another place sees it too
+    assert held[0]() is None
     folder.write_error(KeyError("no"))
     folder.write_rejection(rejection := ValueError("sync_every=3"))
     folder.write_error(rejection)  # as the Trainer closes
-    lines = (tmp_path / "replica_0" / "events.jsonl").read_text().splitlines()
-    written = [(line["type"], line["error"]) for line in map(json.loads, lines)]
-    assert written == [
+    events = events_of(tmp_path / "replica_a", "error", "rejection")
+    assert [(event["type"], event["error"]) for event in events] == [
         ("SyncError", "SyncError: it was not sound"),
         ("KeyError", "KeyError: 'no'"),
         ("ValueError", "sync_every=3"),
