@@ -20,8 +20,9 @@ gc.disable()  # until all tests are imported: it would look at all that they imp
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable says where other groups are."""
-    for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "TORCHFT_LIGHTHOUSE"):
+    """No variable says where other groups are, or the run's folder."""
+    of_a_run = "REPLICA_GROUP_ID NUM_REPLICA_GROUPS TORCHFT_LIGHTHOUSE COMPOSER_REPLICATION_RUN_DIR"
+    for name in of_a_run.split():
         monkeypatch.delenv(name, raising=False)
 
 

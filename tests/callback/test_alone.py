@@ -9,14 +9,11 @@ import threading
 import psutil
 import pytest
 from harness.trainers import Each, data, train, trainer_of
-from text_config import DILOCO, text_job, write_config
 from torch import is_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.data.loader import ReplicaDataLoader
-from composer_replication.training import load_config
-from composer_replication.training import train as train_config
 
 pytestmark = pytest.mark.usefixtures("no_network")
 
@@ -26,24 +23,6 @@ def alone(**diloco):
 
 
 # ---- the way in -----------------------------------------------------------------------------
-
-OWN = f"max_duration: 110ba\ndevice: cpu\ncallbacks: {{diloco: {{{DILOCO}, num_replicas: 1}}}}\n"
-CONFIG = text_job(OWN, d_model=16, length=16, batch=2)
-
-
-@pytest.fixture
-def config(tmp_path):
-    return write_config(tmp_path, CONFIG)
-
-
-@pytest.mark.slow
-def test_a_yaml_train_and_autoresume_goes_on(config, tmp_path):
-    result = train_config(load_config(config))
-    assert result["replica_id"] == "0"
-    assert (result["inner_steps"], result["outer_steps"]) == (110, 6)  # rounds of 20, and the end
-    saving = ["autoresume=true", f"save_folder={tmp_path}/saved", "save_interval=50ba"]
-    train_config(load_config(config, [*saving, "max_duration=50ba"]))
-    assert train_config(load_config(config, saving)) == result
 
 
 @pytest.mark.slow

@@ -46,12 +46,6 @@ def test_a_config_comes_back_with_overrides_applied(written):
     assert config.optimizers.lr == 0.5 and config.seed == 3
 
 
-def test_a_config_survives_being_saved(written, tmp_path):
-    config = load_config(written(MINIMAL))
-    save_config(config, tmp_path / "saved.yaml")
-    assert load_config(tmp_path / "saved.yaml") == config
-
-
 SECRET = "${oc.env:A_SECRET}"
 
 

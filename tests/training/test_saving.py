@@ -14,15 +14,12 @@ from composer_replication.training import load_config, save_folder_of, train
 OWN = f"""
 max_duration: 4ba
 device: cpu
-callbacks: {{diloco: {{{DILOCO}, num_replicas: 1, sync_every: 2}}}}
+callbacks: {{diloco: {{{DILOCO}, num_replicas: 1}}}}
 """
 CONFIG = text_job(OWN, d_model=16, length=16, batch=2)
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    for name in ("REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE", "COMPOSER_REPLICATION_RUN_DIR"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("no_network")
 
 
 @pytest.fixture
@@ -46,13 +43,17 @@ def test_each_group_has_a_folder_of_its_own(saving, run_dir, folder):
     assert save_folder_of(saving | {"run_dir": run_dir}, 3) == folder
 
 
-def test_an_interval_alone_saves_below_the_run_folder(config, tmp_path):
-    run_dir = tmp_path / "run"
-    train(load_config(config, ["save_interval=2ba", f"run_dir={run_dir}"]))
-    folder = run_dir / "replica_0" / "checkpoints"
-    assert {path.name for path in folder.iterdir()} >= {"ep0-ba2-rank0.pt", "latest-rank0.pt"}
-    again = ["save_interval=2ba", f"run_dir={run_dir}", "autoresume=true", "max_duration=6ba"]
-    assert train(load_config(config, again))["inner_steps"] == 6
+@pytest.mark.slow
+def test_an_interval_alone_saves_below_the_run_folder_and_autoresume_goes_on(config, tmp_path):
+    longer = "max_duration=110ba"
+    whole = train(load_config(config, [longer]))
+    assert whole["replica_id"] == "0"
+    assert (whole["inner_steps"], whole["outer_steps"]) == (110, 6)  # rounds of 20, and the end
+    saving = ["autoresume=true", f"run_dir={tmp_path / 'run'}", "save_interval=50ba"]
+    train(load_config(config, [*saving, "max_duration=50ba"]))
+    folder = tmp_path / "run" / "replica_0" / "checkpoints"
+    assert {path.name for path in folder.iterdir()} >= {"ep0-ba50-rank0.pt", "latest-rank0.pt"}
+    assert train(load_config(config, [*saving, longer])) == whole
 
 
 def test_the_run_folder_of_the_environment_goes_before_those_of_the_config(
