@@ -17,7 +17,16 @@ import torch
 from composer import Callback, Event
 from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
-from harness.trainers import Each, callback_of, data, fit_alone, fit_groups, trainer_of
+from harness.trainers import (
+    Each,
+    callback_of,
+    data,
+    fit_alone,
+    fit_groups,
+    saving,
+    train,
+    trainer_of,
+)
 from run_events import result_of, syncs_of
 
 from composer_replication.arguments import defaults_of
@@ -83,10 +92,8 @@ def test_a_handler_of_a_subclass_is_called_too():
     ],
 )
 def test_what_the_environment_lacks_is_named_when_training_starts(no_network, arguments, message):
-    trainer = trainer_of(DiLoCoCallback(**arguments), max_duration="1ba")
     with pytest.raises(ValueError, match=re.escape(message)):
-        trainer.fit()
-    trainer.close()
+        train(DiLoCoCallback(**arguments))
 
 
 def test_an_optimizer_that_moves_weights_between_steps_is_refused():
@@ -98,11 +105,9 @@ def test_an_optimizer_that_moves_weights_between_steps_is_refused():
         return ScheduleFree(parameters, lr=0.1)
 
     callback = DiLoCoCallback(replica_id=0, num_replicas=1)
-    trainer = trainer_of(callback, optimizer=built, max_duration="1ba")
     with pytest.raises(ValueError, match="^DiLoCo cannot train with ScheduleFree, whose eval"):
-        trainer.fit()
+        train(callback, optimizer=built)
     assert callback.diloco is None
-    trainer.close()
 
 
 def test_a_second_callback_in_a_trainer_is_refused_at_once():
@@ -145,14 +150,13 @@ class WithoutGradients(Callback):
 
 
 def test_the_hidden_steps_of_a_save_and_a_load_do_not_count(tmp_path):
-    saving = {"save_folder": str(tmp_path), "save_interval": "1ba", "save_filename": "ba{batch}.pt"}
-    arguments = {"optimizer": CountedSGD, **saving}
+    arguments = {"optimizer": CountedSGD, **saving(tmp_path, 0, "1ba")}
     first = fit_alone(WithoutGradients(), max_duration="3ba", **arguments)
     assert first.trainer.state.optimizers[0].calls > 3  # else there was nothing to overlook
     assert first.result["inner_steps"] == 3
 
-    arguments |= {"load_path": tmp_path / "ba3.pt"}
-    resumed = fit_alone(WithoutGradients(), max_duration="6ba", **arguments)
+    path = tmp_path / "0/ba3.pt"
+    resumed = fit_alone(WithoutGradients(), max_duration="6ba", load_path=path, **arguments)
     assert resumed.trainer.state.optimizers[0].calls > 3
     assert resumed.result["inner_steps"] == 6
 
@@ -175,24 +179,18 @@ def test_a_step_that_the_grad_scaler_skips_does_not_count(is_fused):
     def adam(parameters):
         return torch.optim.Adam(parameters, fused=is_fused)
 
-    def replica(sim):
-        callback, logged = callback_of(sim, weight_by="samples"), InMemoryLogger()
-        skipping = OneInfinity(batch=1)
-        trainer = trainer_of(
-            callback, skipping, optimizer=adam, loggers=[logged], max_duration="4ba"
-        )
+    def scale(trainer):
         trainer._use_closures = lambda: False
         trainer._use_grad_scaling = lambda precision, scaler: True
         trainer.state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        trainer.fit()
-        trainer.close()
-        return callback, trainer, logged
 
-    [(callback, trainer, logged)] = simulate(replica, num_replicas=1)
-    assert trainer.state.timestamp.batch == 4
-    assert trainer.state.scaler.get_scale() == 1.0  # halved once
-    assert callback.result["inner_steps"] == 3
-    assert callback.result["outer_steps"] == 2  # after steps 2 and 3, the last at the end
+    logged = InMemoryLogger()
+    job = {"before": scale, "optimizer": adam, "loggers": [logged]}
+    fit = fit_alone(OneInfinity(batch=1), diloco={"weight_by": "samples"}, **job)
+    assert fit.trainer.state.timestamp.batch == 4
+    assert fit.trainer.state.scaler.get_scale() == 1.0  # halved once
+    assert fit.result["inner_steps"] == 3
+    assert fit.result["outer_steps"] == 2  # after steps 2 and 3, the last at the end
     assert logged.data["diloco/contribution"][0][1] == 16, "without the skipped batch's samples"
 
 

@@ -10,39 +10,35 @@ from types import SimpleNamespace
 
 import pytest
 from composer.callbacks import CheckpointSaver
-from harness.trainers import callback_of, fit_alone, saving, train, trainer_of
+from harness.trainers import fit_alone, fit_groups, saving, trainer_of
 from run_events import events_of
 
 from composer_replication.callback.checkpoint_savers import folders_of, pattern_of
-from composer_replication.simulation import SimulationError, simulate
+from composer_replication.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
 
 RESUMES = {"autoresume": True, "run_name": "job"}
 
 
-def cut(path):
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def torn(folder):
-    cut(folder / "ba6.pt")
+    path = folder / "ba6.pt"
+    os.truncate(path, path.stat().st_size // 2)
 
 
 def without_latest(folder):
     (folder / "latest-rank0.pt").unlink()
 
 
-def torn_before_latest(folder):
-    """Killed while it wrote ba6.pt: ``latest`` names the one before."""
-    cut(folder / "ba6.pt")
-    without_latest(folder)
-    (folder / "latest-rank0.pt").symlink_to("ba3.pt")
-
-
 def whole_before_latest(folder):
     without_latest(folder)
     (folder / "latest-rank0.pt").symlink_to("ba3.pt")
+
+
+def torn_before_latest(folder):
+    """Killed while it wrote ba6.pt: ``latest`` names the one before."""
+    torn(folder)
+    whole_before_latest(folder)
 
 
 @pytest.mark.parametrize("overwrites", [False, True])
@@ -103,26 +99,17 @@ def test_a_checkpoint_without_our_state_is_no_reason_to_stay_away_from_others(tm
     run = {"run_dir": str(tmp_path / "run"), "sync_every": 3}
     fit_alone(max_duration="6ba", diloco=run, **saving(tmp_path, 0))
 
-    def replica(sim):
-        path = tmp_path / str(sim.replica_id) / f"ba{6 - 3 * sim.replica_id}.pt"
-        return train(
-            callback_of(sim, **run),
-            replica_id=sim.replica_id,
-            load_path=str(path),
-            max_duration="12ba",
-        )
+    def own(group):
+        return {"load_path": tmp_path / f"{group}/ba{6 - 3 * group}.pt"}
 
-    first, second = simulate(replica, num_replicas=2)
+    first, second = fit_groups(2, own=own, diloco=run, max_duration="12ba")
     assert first.result["global_digest"] == second.result["global_digest"]
     assert second.result["outer_steps"] == 4
 
 
 def test_two_groups_with_one_save_folder_are_refused_before_they_train(tmp_path):
-    def replica(sim):
-        return train(callback_of(sim), replica_id=sim.replica_id, **saving(tmp_path, "both"))
-
     with pytest.raises(SimulationError, match="in use by process") as caught:
-        simulate(replica, num_replicas=2)
+        fit_groups(2, **saving(tmp_path, "both"))
     assert "give each replica group a save_folder of its own" in str(caught.value)
     assert not [*(tmp_path / "both").glob("*.pt")]
 

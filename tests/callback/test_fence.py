@@ -47,28 +47,19 @@ class BarsOff(tqdm.auto.tqdm):
         super().__init__(*arguments, **options | {"disable": True})
 
 
-@contextlib.contextmanager
 def bars_off(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(tqdm.auto, "tqdm", BarsOff)
-        yield
+    monkeypatch.setattr(tqdm.auto, "tqdm", BarsOff)
 
 
-@contextlib.contextmanager
 def closed_stdout(monkeypatch):
     closed = io.StringIO()
     closed.close()
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", closed)
-        yield
+    monkeypatch.setattr(sys, "stdout", closed)
 
 
-@contextlib.contextmanager
-def no_columns(monkeypatch):
-    with monkeypatch.context() as patch:  # tqdm takes one less
-        patch.setenv("COLUMNS", "1")
-        patch.setenv("LINES", "1")
-        yield
+def no_columns(monkeypatch):  # tqdm takes one less
+    monkeypatch.setenv("COLUMNS", "1")
+    monkeypatch.setenv("LINES", "1")
 
 
 @contextlib.contextmanager
@@ -86,16 +77,12 @@ class Console(io.TextIOWrapper):
         return True
 
 
-def nothing(monkeypatch):
-    return contextlib.nullcontext()
-
-
 AROUND = {
     "TQDM_DISABLE=1": (bars_off, None),
     "closed stdout": (closed_stdout, None),
     "full disk": (lambda _: no_file_above(0), "Cannot show the result of this group"),
     "console of width 0": (no_columns, None),
-    "a logger that raises": (nothing, "Cannot show the metrics of a sync in Broken"),
+    "a logger that raises": (lambda _: None, "Cannot show the metrics of a sync in Broken"),
     "a handler that raises": (broken_handler, "Cannot show the syncs"),
 }
 """What is around a fit, and how the one line about it begins; None: there is nothing to say."""
@@ -113,7 +100,7 @@ def test_a_fit_ends_whatever_is_wrong_with_what_shows_it(around, tmp_path, monke
     with (
         caplog.at_level(logging.INFO),
         Console(open(os.devnull, "wb")) as console,
-        enter(monkeypatch),
+        enter(monkeypatch) or contextlib.nullcontext(),
     ):
         bar = {"progress_bar": True, "console_stream": console}
         diloco = {"run_dir": str(tmp_path)}

@@ -60,20 +60,13 @@ def rates_of_two_groups(
     """Of each of two groups, the second of which has a fault."""
 
     def replica(sim):
-        optimizers = []
-
-        def sgd(parameters):
-            optimizers.append(torch.optim.SGD(parameters, lr=0.05, momentum=0.9))
-            return optimizers[0]
-
         trainer = trainer_of(
             callback_of(sim, **diloco | each[sim.replica_id]),
             rates := Rates(),
             replica_id=sim.replica_id,
-            optimizer=sgd,
             max_duration=duration,
         )
-        scheduler = build(optimizers[0])
+        scheduler = build(*trainer.state.optimizers)
         with closing(trainer):
             trainer.fit(schedulers=scheduler, step_schedulers_every_batch=every_batch)
         return rates.found

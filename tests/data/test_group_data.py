@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness.trainers import Each, TinyModel, callback_of, saving, trainer_of
+from harness.trainers import Each, TinyModel, callback_of, saving, train
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader, simulate
@@ -39,7 +39,7 @@ def fit(sim, folder, *others, max_duration="2ep", stop=None, load=None, num_work
     )
     callback = callback_of(sim, **{"sync_every": 3} | own)
     loader = ReplicaDataLoader(dataset, 4, dataset_id="d", unit_size=5, num_workers=num_workers)
-    trainer = trainer_of(
+    trained = train(
         *(callback, Each(look), *others),
         model=TinyModel(seed=0),
         train_dataloader=loader,
@@ -49,9 +49,7 @@ def fit(sim, folder, *others, max_duration="2ep", stop=None, load=None, num_work
         device_train_microbatch_size=4,
         **saving(folder, sim.replica_id, "1ba"),
     )
-    trainer.fit()
-    trainer.close()
-    return seen, callback.result["global_digest"]
+    return seen, trained.digest
 
 
 @pytest.mark.slow
