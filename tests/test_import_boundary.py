@@ -1,15 +1,11 @@
 """Arrows point downwards only, and the command can refuse bad input before torch is imported."""
 
 import graphlib
-import subprocess
-import sys
 
 import pytest
 from own_imports import PACKAGE, imports_of, modules_of, of_others, own_imports
 
 import composer_replication
-
-HEAVY = ("torch", "torchft", "composer", "torchmetrics")
 
 MAY_IMPORT = {
     "util": "",
@@ -111,25 +107,6 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_a_library_is_known_in_one_place(library, users):
     found = [p.name for p in PACKAGE.rglob("*.py") if any(library in n for n in imports_of(p))]
     assert sorted(found) == users
-
-
-AT_ONCE = (
-    "config_file training settings options replica.lighthouse group.run_folder "
-    "group.checkpoint_files plan cli"
-).split()
-
-
-@pytest.mark.slow
-def test_what_answers_at_once_imports_nothing_heavy():
-    program = (
-        "import importlib, sys\n"
-        f"for name in {AT_ONCE}:\n"
-        "    importlib.import_module(f'composer_replication.{name}')\n"
-        f"    found = [m for m in {HEAVY} if m in sys.modules]\n"
-        "    assert not found, (name, found)"
-    )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert output.returncode == 0, output.stderr
 
 
 def test_the_package_lists_its_public_names():

@@ -50,10 +50,10 @@ def said(folder: Path) -> str:
     return (folder / "stdout").read_text()
 
 
-def launch(*words: str) -> list[str]:
+def launch(*words: str, script: Path = SCRIPT) -> list[str]:
     """The words that launch a job of two groups."""
     options = ["--replicas", "2", "--set", "sync_every=10", "--run-dir", "run"]
-    return ["launch", *options, "--", sys.executable, str(SCRIPT), *words]
+    return ["launch", *options, "--", sys.executable, str(script), *words]
 
 
 def page_of(folder: Path) -> dict[str, Any]:
@@ -100,19 +100,22 @@ def test_one_bad_batch_costs_a_round_of_one_group_and_is_reported(host, tmp_path
     assert ["thrown away", "group 1 10 inner steps"] in page["result"]
 
 
-def interrupt(folder: Path, command: subprocess.Popen[str], is_time) -> str:
-    """Press Ctrl-C when it is time, and return the line with which the run goes on."""
+def interrupt(folder: Path, command: subprocess.Popen[str], is_time) -> None:
+    """Press Ctrl-C when it is time."""
     wait_until(lambda: is_time() or command.poll() is not None, 240, said=lambda: said(folder))
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130, said(folder)
-    [line] = re.findall(r"(?m)^To go on: (.+)$", said(folder))
-    return line
 
 
-def go_on(folder: Path, line: str) -> None:
+def words_to_go_on(folder: Path) -> list[str]:
+    """Of the line that was printed."""
+    [line] = re.findall(r"(?m)^To go on: composer-replication (.+)$", said(folder))
+    return shlex.split(line)
+
+
+def go_on(folder: Path) -> None:
     """Run the line as it was printed, to the end of the run."""
-    program, *words = shlex.split(line)
-    assert program == "composer-replication"
+    words = words_to_go_on(folder)
     assert sum(word.lstrip("-").startswith(("run-dir", "run_dir")) for word in words) == 1
     assert start(folder, *words).wait(240) == 0, said(folder) + (folder / "stderr").read_text()
     assert re.findall(r"(?m)^resumed +group (\d) at batch [1-9]\d*,", said(folder)) == ["0", "1"]
@@ -138,24 +141,21 @@ def test_the_line_that_is_printed_after_ctrl_c_goes_on(host, tmp_path):
     }[host]
     command = start(tmp_path, *launch(host, "0.1", "0.2"))
     are_saved = [*map(tmp_path.joinpath, saved)]
-    line = interrupt(tmp_path, command, lambda: all(path.exists() for path in are_saved))
+    interrupt(tmp_path, command, lambda: all(path.exists() for path in are_saved))
     found = re.search(r"(?m)^Saved: (.+)$", said(tmp_path))[1]
     if host == "plain":
         assert re.fullmatch(r"by group 0 at step [1-3]0, by group 1 at step [1-3]0", found)
     else:
         assert re.findall(r"/saved_(\d)/\S*[1-3]0", found) == ["0", "1"]
     assert f"\nThe script itself has to {fix}\n" in said(tmp_path)
-    go_on(tmp_path, line)
+    go_on(tmp_path)
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_before_anything_is_saved_the_hosts_own_arguments_are_named(host, tmp_path):
     command = start(tmp_path, *launch(host, "0.1", "1"))
     folders = [tmp_path / "run" / f"replica_{group}" for group in "01"]
-    has_begun = lambda: all(events_of(folder, "start") for folder in folders)  # noqa: E731
-    wait_until(lambda: has_begun() or command.poll() is not None, 240, said=lambda: said(tmp_path))
-    command.send_signal(signal.SIGINT)
-    assert command.wait(60) == 130, said(tmp_path)
+    interrupt(tmp_path, command, lambda: all(events_of(folder, "start") for folder in folders))
     how = {
         "composer": "a save_folder and save_interval",
         "transformers": "save_steps in the TrainingArguments",
@@ -172,22 +172,19 @@ def test_the_line_that_is_printed_for_a_config_goes_on(tmp_path):
     words = ["max_duration=400ba", "save_interval=10ba", "run_dir=run"]
     command = start(tmp_path, "launch", "tiny.yaml", "--replicas", "2", *words)
     links = [tmp_path / f"run/replica_{group}/checkpoints/latest-rank0.pt" for group in "01"]
-    line = interrupt(tmp_path, command, lambda: all(link.exists() for link in links))
+    interrupt(tmp_path, command, lambda: all(link.exists() for link in links))
     assert "The script" not in said(tmp_path)
-    go_on(tmp_path, line)
+    go_on(tmp_path)
 
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
 def test_a_script_that_does_not_load_its_checkpoint_ends_with_one_line_for_a_group(tmp_path):
     script = tmp_path / "forgets.py"
     script.write_text(SCRIPT.read_text().replace("resume_from_checkpoint=newest", ""))
-    words = ["--replicas", "2", "--set", "sync_every=10", "--run-dir", "run"]
-    own = ["--", sys.executable, str(script), "transformers", "0.1", "0.2"]
-    command = start(tmp_path, "launch", *words, *own)
+    command = start(tmp_path, *launch("transformers", "0.1", "0.2", script=script))
     saved = tmp_path / "saved_1" / "checkpoint-10" / "scheduler.pt"
-    line = interrupt(tmp_path, command, saved.exists)
-    _, *words = shlex.split(line)
-    assert start(tmp_path, *words).wait(240) == 2
+    interrupt(tmp_path, command, saved.exists)
+    assert start(tmp_path, *words_to_go_on(tmp_path)).wait(240) == 2
     errors = (tmp_path / "stderr").read_text().splitlines()
     assert 1 <= len(errors) <= 2  # the second group may have failed before the first one's end
     for error in errors:
