@@ -20,7 +20,7 @@ context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(PRELOAD)  # before the first fork, which starts the server
 
 
-def begin_fork() -> None:
+def begin_fork(collects: bool = True) -> None:
     """The first call in a fork: check the server, and leave what it has imported alone.
 
     The server must have no thread: a lock that one of its threads holds stays held here. What it
@@ -29,4 +29,5 @@ def begin_fork() -> None:
     threads = os.listdir(f"/proc/{os.getppid()}/task")
     assert len(threads) == 1, f"the fork server has {len(threads)} threads: see tests/forked.py"
     gc.freeze()
-    gc.enable()
+    if collects:
+        gc.enable()

@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from forked import context
+from forked import begin_fork, context
 
 STARTERS = {"launch", "run", "tests.chaos", "composer.cli.launcher", "torch.distributed.run"}
 """Words of a command line that starts further Python processes."""
@@ -115,9 +115,7 @@ def _request(message: bytes, descriptors: list[int]) -> int:
 def _serve_tests(server: socket.socket) -> None:
     from tests.forked_imports import MAIN_PROCESS
 
-    threads = os.listdir(f"/proc/{os.getppid()}/task")
-    assert len(threads) == 1, f"the fork server has {len(threads)} threads: see tests/forked.py"
-    gc.freeze()
+    begin_fork(collects=False)
     # A server is no worker of multiprocessing, and so its forks are none either.
     multiprocessing.process._current_process = MAIN_PROCESS
     multiprocessing.process._parent_process = None

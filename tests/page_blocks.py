@@ -11,7 +11,6 @@ line is ``# NAME.py`` or ``# NAME.yaml`` becomes a file of that name. Marks in `
     run python: the same in Python
 """
 
-import importlib.metadata
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from itertools import zip_longest
 from pathlib import Path
 from textwrap import dedent
 
+from harness.foundry import is_installed
 from page_marks import ROOT, line_of, marked
 
 PAGES = [
@@ -64,7 +64,7 @@ def blocks(page: Path) -> Iterator[Block]:
         if mark == "not run":
             reason = note
         elif mark == "needs":
-            missing = [name for name in note.split(", ") if not _is_installed(name)]
+            missing = [name for name in note.split(", ") if not is_installed(name)]
             reason = f"needs {', '.join(missing)}" if missing else ""
         elif mark is not None or part["text"] is not None:
             language = part["language"] if mark is None else mark.removeprefix("run") or "bash"
@@ -100,12 +100,3 @@ def script(page: Path) -> str:
         if not each.file and (following is None or following.file or following.language == "bash"):
             lines.append("python page.py")
     return "\n".join(lines) + "\n"
-
-
-def _is_installed(distribution: str) -> bool:
-    # Not find_spec: a folder of tests has the name of a package that these tests look for.
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

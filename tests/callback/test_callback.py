@@ -5,7 +5,6 @@ are threads over the simulation's shared buffer.
 """
 
 import dataclasses
-import inspect
 import json
 import os
 import re
@@ -29,27 +28,15 @@ from harness.trainers import (
 )
 from run_events import result_of, syncs_of
 
-from composer_replication.arguments import defaults_of
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.diloco.sync_report import SyncReport
 from composer_replication.group import replica_group
-from composer_replication.options import OptionKeywords
-from composer_replication.settings import SettingKeywords
 from composer_replication.simulation.simulation import SimulationError, simulate
 
 NUM_ELEMENTS = 8 * 16 + 16 + 16 * 16 + 16 + 16 * 4 + 4
 
 
 # ---- arguments ------------------------------------------------------------------------------
-
-
-def test_its_arguments_are_the_settings_and_the_options_with_their_defaults():
-    parameters = dict(inspect.signature(DiLoCoCallback).parameters)
-    assert parameters.pop("manager").default is None
-    assert {name: parameter.default for name, parameter in parameters.items()} == (
-        defaults_of(SettingKeywords) | defaults_of(OptionKeywords)
-    )
-    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_each_argument_reaches_the_settings_or_the_options():

@@ -14,6 +14,7 @@ from composer import Callback, Evaluator
 from composer.algorithms import EMA
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
+from harness.failed_start import failed_start, of_each_place
 from harness.trainers import (
     STREAMING,
     BufferedModel,
@@ -256,13 +257,11 @@ def test_a_start_and_a_resume_say_how_far_the_process_before_had_come(tmp_path):
 # ---- a start that fails ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "where", ["group.replica_group.connect", "diloco.algorithm.join"], ids=["connect", "wait"]
-)
+@of_each_place
 @pytest.mark.parametrize("algorithms", [[], [EMA(half_life="2ba")]], ids=["plain", "EMA"])
 @pytest.mark.filterwarnings("ignore")
 def test_a_fit_after_a_start_that_failed_still_continues_from_the_checkpoint(
-    where, algorithms, tmp_path, monkeypatch
+    where, algorithms, tmp_path
 ):
     def train_to(end, fails=False, **arguments):
         callback = DiLoCoCallback(num_replicas=1, **STREAMING)
@@ -270,17 +269,12 @@ def test_a_fit_after_a_start_that_failed_still_continues_from_the_checkpoint(
         own = {"train_dataloader": loader, "algorithms": algorithms, "max_duration": end}
         trainer = trainer_of(callback, **own, **arguments)
         if fails:
-            with monkeypatch.context() as patch:
-                patch.setattr(f"composer_replication.{where}", fail)
-                with pytest.raises(TimeoutError):
-                    trainer.fit()
+            with failed_start(where):
+                trainer.fit()
             trainer.save_checkpoint(str(tmp_path / "failed.pt"))
         trainer.fit()
         trainer.close()
         return callback.result
-
-    def fail(*arguments):
-        raise TimeoutError("nobody is there")
 
     train_to("7ba", **saving(tmp_path, 0, "7ba"))
     path = str(tmp_path / "0/ba7.pt")  # one fragment is in flight
@@ -289,13 +283,11 @@ def test_a_fit_after_a_start_that_failed_still_continues_from_the_checkpoint(
     assert train_to("14ba", load_path=str(tmp_path / "failed.pt")) == expected
 
 
-def test_after_a_start_that_failed_another_process_may_save_in_the_folder(tmp_path, monkeypatch):
+def test_after_a_start_that_failed_another_process_may_save_in_the_folder(tmp_path):
     callback, other = DiLoCoCallback(replica_id=0, num_replicas=1), object()
     trainer = trainer_of(callback, max_duration="2ba", **saving(tmp_path, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.fit()
+    with failed_start():
+        trainer.fit()
     hold([f"{tmp_path}/0"], "1", other, "a save_folder")  # no error
     release(other)
     trainer.fit()

@@ -5,13 +5,13 @@ than in a run: the grace. Run: pytest tests/callback/test_trainer_watch.py
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from forked_commands import ForkedCommand
+from harness.commands import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -87,10 +87,8 @@ def start(script, **environ):
     ("ends", "status"), [("fail(state)", 1), ("os.kill(os.getpid(), signal.SIGTERM)", 143)]
 )
 def test_a_rank_whose_others_never_come_to_close_ends_with_every_thread_s_traceback(ends, status):
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"}
-    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     script = RANK.replace("{ends}", ends)
     ranks = [start(script, **place, RANK=str(i), LOCAL_RANK=str(i)) for i in range(2)]
     try:

@@ -15,10 +15,10 @@ SAMPLE_CHARACTERS = 200
 NOT_INSTALLED = "llm-foundry is not installed; it has its own environment: make test-llmfoundry"
 
 
-def is_installed():
+def is_installed(distribution="llm-foundry"):
     # Not find_spec: this folder has the name of the package, and would do as a namespace package.
     try:
-        importlib.metadata.version("llm-foundry")
+        importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
     return True

@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 from composer_replication import DiLoCo, make_manager
-from hosts.host import Job, JobError, Outcome, as_processes, evaluate, group_of, weights_of
+from hosts.host import (
+    Job,
+    JobError,
+    Outcome,
+    as_processes,
+    evaluate,
+    group_of,
+    theta_of,
+    weights_of,
+)
 from hosts.plain import shut_down
 
 
@@ -113,5 +122,4 @@ def _fit(job, group, accelerator, trained, manager, saved) -> tuple[Outcome, Any
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:
     path = job.own_folder(replica_id) / str(step) / "custom_checkpoint_0.pkl"
-    saved = torch.load(path, weights_only=True)
-    return {name: theta for each in saved["fragments"] for name, theta in each["theta"].items()}
+    return theta_of(torch.load(path, weights_only=True))

@@ -233,3 +233,8 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
         for name, tensor in model.state_dict().items()
     }
+
+
+def theta_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The global parameters in a state of ``DiLoCo``."""
+    return {name: theta for each in state["fragments"] for name, theta in each["theta"].items()}

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composer_replication.replica import make_manager
 from composer_replication.simulation.simulation import SimulatedReplica
-from hosts.host import Job, Outcome, evaluate, train_groups, weights_of
+from hosts.host import Job, Outcome, evaluate, theta_of, train_groups, weights_of
 
 
 def _train(job: Job, sim: SimulatedReplica) -> Outcome:
@@ -94,4 +94,4 @@ def _path(job: Job, replica_id: int, step: int) -> Any:
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, torch.Tensor]:
     diloco, *_ = torch.load(_path(job, replica_id, step), weights_only=True)
-    return {name: theta for each in diloco["fragments"] for name, theta in each["theta"].items()}
+    return theta_of(diloco)

@@ -21,6 +21,7 @@ from run_events import events_of, syncs_of
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 from common import TinyMLP, batch, parameters_of  # noqa: E402
+from harness.failed_start import failed_start, of_each_place  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -324,16 +325,14 @@ def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
     assert contributions == [4 * 8, 4 * 8, 3 * 8]
 
 
-@pytest.mark.parametrize("where", ["group.replica_group.connect", "diloco.algorithm.join"])
+@of_each_place
 def test_a_training_that_resumes_nothing_forgets_what_one_that_did_not_start_has_loaded(
-    where, tmp_path, monkeypatch
+    where, tmp_path
 ):
     saved(tmp_path)
     trainer = alone(tmp_path, args=SAVES)
-    with monkeypatch.context() as patch:
-        patch.setattr(f"composer_replication.{where}", lambda *arguments: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.train(resume_from_checkpoint=True)
+    with failed_start(where):
+        trainer.train(resume_from_checkpoint=True)
     trainer.train()
     assert trainer.callback.result["inner_steps"] == 12
 

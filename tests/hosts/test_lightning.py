@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from common import TinyMLP, are_equal
+from harness.failed_start import failed_start, of_each_place
 from torch import Tensor, nn
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
@@ -186,6 +187,10 @@ def test_the_bar_shows_the_outer_step(bar, capfd):
 # ---- what is saved and shown -----------------------------------------------------------------
 
 
+def saver_in(folder, every=4):
+    return ModelCheckpoint(folder, every_n_train_steps=every, save_last=True)
+
+
 def test_the_last_checkpoint_and_validation_are_of_the_result(tmp_path):
     saver = ModelCheckpoint(tmp_path, save_last=True, monitor="eval", save_top_k=2)
     module = module_of()
@@ -227,17 +232,15 @@ def test_early_stopping_ends_all_groups_equal():
 
 
 def test_a_checkpoint_of_a_training_without_diloco_is_refused_in_one_line(tmp_path):
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
-    trainer_of(saver, max_steps=4).fit(module_of(), loader_of(0, 4))
+    trainer_of(saver_in(tmp_path), max_steps=4).fit(module_of(), loader_of(0, 4))
     with pytest.raises(ValueError, match="it is of batch 4 and has no DiLoCo state"):
-        trainer = trainer_of(alone(), ModelCheckpoint(tmp_path, every_n_train_steps=4), max_steps=8)
+        trainer = trainer_of(alone(), saver_in(tmp_path), max_steps=8)
         trainer.fit(module_of(), loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
 
 
 def test_a_run_continued_from_its_last_step_ends_with_what_it_had(tmp_path):
     def train():
-        saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
-        trainer = trainer_of(diloco := alone(), saver, max_steps=8)
+        trainer = trainer_of(diloco := alone(), saver_in(tmp_path), max_steps=8)
         trainer.fit(module_of(), loader_of(0, 8), ckpt_path="last")
         return diloco.result["global_digest"], diloco.result["inner_steps"]
 
@@ -249,20 +252,23 @@ def test_a_run_continued_from_its_last_step_ends_with_what_it_had(tmp_path):
     assert diloco.diloco is None and not trainer.fit_loop.done
 
 
-@pytest.mark.parametrize("where", ["group.replica_group.connect", "diloco.algorithm.join"])
-def test_a_fit_after_a_start_that_failed_continues_from_the_checkpoint_of_its_model(
-    where, tmp_path, monkeypatch
-):
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
-    trainer_of(alone(), saver, max_steps=8).fit(module_of(), loader_of(0, 8))
+@pytest.fixture
+def checkpoint(tmp_path):
+    """Of step 8."""
+    trainer_of(alone(), saver_in(tmp_path), max_steps=8).fit(module_of(), loader_of(0, 8))
+    return str(tmp_path / "last.ckpt")
 
+
+@of_each_place
+def test_a_fit_after_a_start_that_failed_continues_from_the_checkpoint_of_its_model(
+    where, checkpoint
+):
     def train(module, fails=False):
         trainer = trainer_of(diloco := alone(), max_steps=16)
         if fails:
-            with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-                patch.setattr(f"composer_replication.{where}", lambda *arguments: 1 / 0)
-                trainer.fit(module, loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
-        trainer.fit(module, loader_of(0, 8), ckpt_path=None if fails else tmp_path / "last.ckpt")
+            with failed_start(where):
+                trainer.fit(module, loader_of(0, 8), ckpt_path=checkpoint)
+        trainer.fit(module, loader_of(0, 8), ckpt_path=None if fails else checkpoint)
         return diloco.result
 
     expected = train(module_of())
@@ -270,15 +276,10 @@ def test_a_fit_after_a_start_that_failed_continues_from_the_checkpoint_of_its_mo
     assert train(module_of(), fails=True) == expected
 
 
-def test_a_fit_of_another_model_forgets_what_one_that_did_not_start_has_loaded(
-    tmp_path, monkeypatch
-):
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
-    trainer_of(diloco := alone(), saver, max_steps=8).fit(module_of(), loader_of(0, 8))
+def test_a_fit_of_another_model_forgets_what_one_that_did_not_start_has_loaded(checkpoint):
     trainer = trainer_of(diloco := alone(), max_steps=16)
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr("composer_replication.group.replica_group.connect", lambda options: 1 / 0)
-        trainer.fit(module_of(), loader_of(0, 8), ckpt_path=str(tmp_path / "last.ckpt"))
+    with failed_start():
+        trainer.fit(module_of(), loader_of(0, 8), ckpt_path=checkpoint)
     trainer_of(diloco, max_steps=8).fit(module_of(1), loader_of(0, 8))
     assert diloco.result["inner_steps"] == 8
 
@@ -343,7 +344,7 @@ def test_a_failed_fit_can_be_continued_from_what_it_has_saved(tmp_path):
     def train(fails):
         module = Fails(net := TinyMLP(), adamw(net))
         module.has_failed = not fails
-        saver = ModelCheckpoint(tmp_path / str(fails), every_n_train_steps=2, save_last=True)
+        saver = saver_in(tmp_path / str(fails), every=2)
         trainer = trainer_of(diloco := alone(), saver, max_steps=12)
         if fails:
             with pytest.raises(RuntimeError, match="once"):

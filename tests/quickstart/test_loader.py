@@ -48,26 +48,17 @@ def read_shares(monkeypatch, folder, *, epoch=0, seed=0):
     return shares
 
 
-def test_a_sample_is_a_window_and_the_bytes_that_follow(tmp_path):
-    (tmp_path / "a").write_text("abcdefgh")
-    (tmp_path / "b").write_text("abcdefgh")
-    dataset = TextBytes(tmp_path, max_seq_len=3)
-    # 8 bytes hold two windows of 3 with their targets; the last byte is left over.
-    assert len(dataset) == 2
+def test_a_sample_is_a_window_and_the_bytes_that_follow_also_in_the_next_file(tmp_path):
+    for name, text in (("1", "abc"), ("2", "def"), ("3", "held out")):
+        (tmp_path / name).write_text(text)
+    dataset = TextBytes(tmp_path, max_seq_len=2)
+    # 6 bytes hold two windows of 2 with their targets; the last byte is left over.
     samples = [{key: bytes(value.tolist()) for key, value in s.items()} for s in dataset]
     assert samples == [
-        {"input_ids": b"abc", "labels": b"bcd"},
-        {"input_ids": b"def", "labels": b"efg"},
+        {"input_ids": b"ab", "labels": b"bc"},
+        {"input_ids": b"cd", "labels": b"de"},
     ]
     assert dataset[0]["input_ids"].dtype == dataset[0]["labels"].dtype == torch.int64
-
-
-def test_a_window_goes_on_into_the_next_file(tmp_path):
-    for name in ("1", "2", "3"):
-        (tmp_path / name).write_text(name * 3)
-    # The files 1 and 2 are trained on: 111222.
-    dataset = TextBytes(tmp_path, max_seq_len=2)
-    assert [bytes(s["input_ids"].tolist()) for s in dataset] == [b"11", b"12"]
 
 
 def test_shares_of_two_groups_of_two_ranks_are_disjoint_and_cover_the_text(folder, monkeypatch):
