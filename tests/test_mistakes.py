@@ -71,8 +71,6 @@ COMMANDS = [
     ("launch tiny.yaml callbacks.diloco.min_replica_size=3", "no sync could ever commit. Use at"),
     # What is gone, or needs something else.
     ("train tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir': see the arguments"),
-    ("launch tiny.yaml callbacks.diloco.tls_dir=/nope", "has no 'tls_dir': see the arguments"),
-    ("coordinator --set tls_dir=/nope", "has no 'tls_dir': see the arguments of DiLoCoCallback"),
     # What else is known before a process starts.
     ("launch tiny.yaml callbacks.diloco.final_sync=maybe", "final_sync='maybe': use true or"),
     ("launch tiny.yaml callbacks.diloco.hostname=7", "hostname=7: use a text in quotes"),

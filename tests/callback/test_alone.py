@@ -8,18 +8,13 @@ import threading
 
 import psutil
 import pytest
-from harness.trainers import Each, data, train, trainer_of
+from harness.trainers import Each, alone, data, train, trainer_of
 from torch import is_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from composer_replication.callback import DiLoCoCallback
 from composer_replication.data.loader import ReplicaDataLoader
 
 pytestmark = pytest.mark.usefixtures("no_network")
-
-
-def alone(**diloco):
-    return DiLoCoCallback(num_replicas=1, **{"sync_every": 2} | diloco)
 
 
 # ---- the way in -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from composer.core import DataSpec
 from composer.loggers import InMemoryLogger
 from harness.trainers import (
     Each,
+    alone,
     callback_of,
     data,
     fit_alone,
@@ -91,7 +92,7 @@ def test_an_optimizer_that_moves_weights_between_steps_is_refused():
     def built(parameters):
         return ScheduleFree(parameters, lr=0.1)
 
-    callback = DiLoCoCallback(replica_id=0, num_replicas=1)
+    callback = alone()
     with pytest.raises(ValueError, match="^DiLoCo cannot train with ScheduleFree, whose eval"):
         train(callback, optimizer=built)
     assert callback.diloco is None
@@ -112,8 +113,7 @@ def test_a_trainer_that_nobody_closes_is_closed_at_once_by_the_thread_that_drops
         def post_close(self):
             closed.append(threading.current_thread())
 
-    callback = DiLoCoCallback(replica_id=0, num_replicas=1, sync_every=2)
-    trainer_of(callback, Tells(), max_duration="4ba").fit()
+    trainer_of(alone(), Tells(), max_duration="4ba").fit()
     assert closed == [threading.current_thread()]
 
 

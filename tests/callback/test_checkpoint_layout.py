@@ -10,9 +10,8 @@ import re
 
 import pytest
 import torch
-from harness.trainers import Each, fit_alone, train_and_save, trainer_of
+from harness.trainers import Each, alone, fit_alone, train_and_save, trainer_of
 
-from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import SimulationError
 
 pytestmark = pytest.mark.slow
@@ -74,11 +73,6 @@ def test_what_was_loaded_whole_goes_on_and_so_do_the_weights_alone_in_part(tmp_p
 # ---- of the fit before -------------------------------------------------------------------------
 
 
-def group_alone():
-    """A replica group without others, which syncs every two inner steps."""
-    return DiLoCoCallback(sync_every=2, num_replicas=1)
-
-
 def freeze_head(model, is_frozen=True):
     for name in HEAD:
         model.get_parameter(name).requires_grad_(not is_frozen)
@@ -93,7 +87,7 @@ def freeze_head(model, is_frozen=True):
     ids=["replaced", "unfrozen"],
 )
 def test_other_parameters_in_the_next_fit_are_refused_by_name(before, between, problem):
-    trainer = trainer_of(group_alone())
+    trainer = trainer_of(alone())
     before(trainer.state.model)
     trainer.fit(duration="4ba")
     between(trainer.state.model)
@@ -111,7 +105,7 @@ def test_the_next_fit_goes_on_also_after_one_that_failed():
             fails_after.clear()
             raise RuntimeError("the user's own error")
 
-    trainer = trainer_of(callback := group_alone(), Each(look))
+    trainer = trainer_of(callback := alone(), Each(look))
     trainer.fit(duration="4ba")
     with pytest.raises(RuntimeError, match="the user's own error"):
         trainer.fit(duration="4ba")

@@ -15,6 +15,7 @@ from composer.algorithms import EMA
 from composer.callbacks import CheckpointSaver, LoadCheckpoint
 from composer.loggers import InMemoryLogger
 from harness.failed_start import failed_start, of_each_place
+from harness.groups import adamw
 from harness.trainers import (
     STREAMING,
     BufferedModel,
@@ -24,7 +25,7 @@ from harness.trainers import (
     data,
     fit_alone,
     fit_groups,
-    read_checkpoint,
+    part_of,
     saving,
     train,
     train_and_save,
@@ -55,10 +56,6 @@ class Thetas(Callback):
         self.seen[state.timestamp.batch.value] = copies, parameters_of(state.model)
 
 
-def saved_model(path):
-    return read_checkpoint(path)["state"]["model"]
-
-
 # ---- the saved model -------------------------------------------------------------------------
 
 
@@ -77,9 +74,8 @@ def test_the_saved_model_is_the_global_one_wherever_the_saver_stands(tmp_path, s
     for replica_id, seen in enumerate(simulate(replica, num_replicas=2)):
         for batch in (3, 6):
             theta, local = seen[batch]
-            saved = read_checkpoint(tmp_path / f"{replica_id}/ba{batch}.pt")["state"]
-            own = saved["callbacks"]["DiLoCoCallback"]["local"]
-            assert are_equal(saved["model"], theta) and are_equal(own, local)
+            model, ours = part_of(tmp_path / f"{replica_id}/ba{batch}.pt")
+            assert are_equal(model, theta) and are_equal(ours["local"], local)
             assert not are_equal(theta, local)
 
 
@@ -96,10 +92,9 @@ def test_what_is_ours_in_it_needs_no_leave_to_be_unpickled(tmp_path):
     # which plain weights_only refuses its every file; 0.33 allows these.
     train_and_save(tmp_path, num_replicas=1, diloco=STREAMING, max_duration="6ba", interval="6ba")
     path = tmp_path / "0" / "ba6.pt"
-    whole = torch.load(path, weights_only=False)["state"]
-    ours = {"model": whole["model"], "diloco": whole["callbacks"]["DiLoCoCallback"]}
-    assert ours["diloco"]["in_flight"]
-    torch.save(ours, tmp_path / "ours.pt")
+    model, ours = part_of(path)
+    assert ours["in_flight"]
+    torch.save([model, ours], tmp_path / "ours.pt")
     torch.load(tmp_path / "ours.pt", weights_only=True)
 
     alone = trainer_of(max_duration="1ba", save_folder=str(tmp_path), save_filename="alone.pt")
@@ -111,13 +106,10 @@ def test_what_is_ours_in_it_needs_no_leave_to_be_unpickled(tmp_path):
 
 def test_fp32_weights_are_in_the_file_once(tmp_path):
     train_and_save(tmp_path, num_replicas=1, max_duration="4ba", interval="4ba")
-    saved = read_checkpoint(tmp_path / "0/ba4.pt")["state"]
-    ours = saved["callbacks"]["DiLoCoCallback"]
+    model, ours = part_of(tmp_path / "0/ba4.pt")
     # The global parameters are the model; the inner optimizer's state is Composer's.
     assert ours.keys() == {"progress", "in_flight", "local", "momentum"}
-    stored = [
-        t for part in (saved["model"], ours["local"], ours["momentum"]) for t in part.values()
-    ]
+    stored = [t for part in (model, ours["local"], ours["momentum"]) for t in part.values()]
     num_bytes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}
     assert sum(num_bytes.values()) == 3 * 4 * sum(p.numel() for p in TinyMLP().parameters())
 
@@ -130,7 +122,7 @@ def evaluating(interval, **arguments):
     evaluator = Evaluator(label="eval", dataloader=data(7), metric_names=["Mean*"])
     return {
         "model": Evaluated,
-        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+        "optimizer": adamw,
         "eval_dataloader": evaluator,
         "eval_interval": interval,
         "max_duration": "14ba",
@@ -187,7 +179,7 @@ def test_the_evaluated_loss_is_that_of_the_saved_weights(tmp_path, eval_weights)
     for group in range(2):
         evaluated = [float(v) for _, v in logged[group].data["metrics/eval/MeanSquaredError"]]
         same = [
-            evaluated[batch - 1] == pytest.approx(loss_of(saved_model(path)).item(), rel=1e-6)
+            evaluated[batch - 1] == pytest.approx(loss_of(part_of(path)[0]).item(), rel=1e-6)
             for batch in range(1, 15)
             if (path := tmp_path / f"{group}/ba{batch}.pt")
         ]
@@ -213,7 +205,7 @@ def test_after_the_fit_evaluators_and_savers_see_the_global_weights(tmp_path, fi
 
     [(theta, seen)] = simulate(replica, num_replicas=1)
     assert seen == pytest.approx(loss_of(theta).item(), rel=1e-6)
-    assert are_equal(saved_model(tmp_path / "after.pt"), theta)
+    assert are_equal(part_of(tmp_path / "after.pt")[0], theta)
 
 
 # ---- going on ----------------------------------------------------------------------------------
@@ -319,29 +311,24 @@ def test_a_run_that_has_begun_is_not_begun_anew_without_a_word(tmp_path):
 # ---- bad state -------------------------------------------------------------------------------
 
 
-def without_ours(callbacks):
-    del callbacks["DiLoCoCallback"]
-
-
-def of_another_format(callbacks):
+def to_another_format(callbacks):
     ours = callbacks["DiLoCoCallback"]
     ours["progress"] = ours["progress"].replace('"format": 3', '"format": 99')
 
 
-def without_a_parameter(callbacks):
-    del callbacks["DiLoCoCallback"]["local"]["mlp.layers.0.bias"]
-
-
-def with_a_scrambled_sync_in_flight(callbacks):
-    callbacks["DiLoCoCallback"]["in_flight"] = "scrambled"
-
-
 BAD = [
-    (without_ours, "it is of batch 3 and has no DiLoCo state"),
-    (of_another_format, "its format is 99 and this version reads 3"),
-    (without_a_parameter, "mlp.layers.0.bias is only in the model: the checkpoint is"),
-    (with_a_scrambled_sync_in_flight, "its sync in flight cannot be read"),
+    (dict.clear, "it is of batch 3 and has no DiLoCo state"),
+    (to_another_format, "its format is 99 and this version reads 3"),
+    (
+        lambda callbacks: callbacks["DiLoCoCallback"]["local"].pop("mlp.layers.0.bias"),
+        "mlp.layers.0.bias is only in the model: the checkpoint is",
+    ),
+    (
+        lambda callbacks: callbacks["DiLoCoCallback"].update(in_flight="scrambled"),
+        "its sync in flight cannot be read",
+    ),
 ]
+"""What is done to the callbacks' parts of a checkpoint, and what is said then."""
 
 
 @pytest.mark.parametrize(("damage", "message"), BAD)

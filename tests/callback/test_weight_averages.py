@@ -11,7 +11,7 @@ from common import are_equal
 from composer import Callback, Trainer
 from composer.algorithms import EMA
 from harness import trainers
-from harness.trainers import Evaluated, data, read_checkpoint, saving, trainer_of
+from harness.trainers import Evaluated, data, part_of, saving, trainer_of
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -125,11 +125,6 @@ def ema_by_hand(theta, smoothing):
 
 def difference(one, other):
     return max((one[name] - tensor).abs().max().item() for name, tensor in other.items())
-
-
-def part_of(path):
-    state = read_checkpoint(path)["state"]
-    return state["model"], state["callbacks"]["DiLoCoCallback"]
 
 
 # ---- EMA -------------------------------------------------------------------------------------

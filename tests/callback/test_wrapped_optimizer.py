@@ -8,16 +8,13 @@ import pytest
 import torch
 from composer import Callback
 from composer.algorithms import SAM
+from harness.groups import adamw
 from harness.trainers import fit_groups
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:SAM has known issues:UserWarning"),
 ]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01)
 
 
 class Poison(Callback):

@@ -22,6 +22,7 @@ from composer_parts.fits import (
     fit_groups,
 )
 from composer_parts.models import steady
+from composer_parts.test_parts import SAVING
 
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.simulation.simulation import SimulationError
@@ -76,8 +77,7 @@ def test_prompts_are_answered_by_the_local_weights():
 @pytest.fixture
 def whole():
     """A run that was not stopped, and has left a checkpoint in mid-round."""
-    saving = {"save_folder": ".", "save_filename": "ba{batch}.pt", "save_interval": "5ba"}
-    return fit_alone(Part(model=steady), **saving)
+    return fit_alone(Part(model=steady), **SAVING)
 
 
 @pytest.mark.parametrize("event", ["INIT", "BEFORE_LOAD"])

@@ -8,18 +8,14 @@ import dataclasses
 
 import pytest
 import torch
-from composer_parts.algorithms import ALGORITHMS
-from composer_parts.callbacks import CALLBACKS
-from composer_parts.combinations import COMBINATIONS
 from composer_parts.fits import NOT_TESTED, REJECTED, check_equal, fit, fit_alone
-from composer_parts.test_parts import ONE_AT_A_TIME, SEVERAL_FITS
+from composer_parts.test_parts import ONE_AT_A_TIME, PARTS, SEVERAL_FITS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-PARTS = ALGORITHMS | CALLBACKS | COMBINATIONS
 # Composer's Alibi is for an older transformers than torch 2.11 comes with.
 ELSEWHERE = {"Alibi", "LoadCheckpoint"}
 TRIED = [

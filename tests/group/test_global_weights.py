@@ -109,12 +109,12 @@ def test_shown_and_hidden_again_the_local_ones_are_back_to_the_bit(model, theta)
 
 
 def test_what_cannot_be_shown_to_the_end_leaves_the_local_ones(model, theta):
-    local = {name: p.detach().clone() for name, p in model.named_parameters()}
+    local = parameters_of(model)
     weights = GlobalWeights(model, theta)
     del theta["embedding.weight"]  # instead of an out-of-memory error
     with pytest.raises(KeyError):
         weights.show()
-    assert all(torch.equal(p, local[name]) for name, p in model.named_parameters())
+    assert are_equal(parameters_of(model), local)
 
 
 def test_removed_it_leaves_the_model_as_it_would_be_without(model, theta):

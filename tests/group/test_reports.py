@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from composer_replication import DiLoCoSettings
-from composer_replication.group import reports
 from composer_replication.group.host import Host
 from composer_replication.group.reports import Reporter
 from composer_replication.group.run_folder import ReplicaFolder
@@ -38,11 +37,8 @@ SECONDS = 2.0
     (40, 0.2, 0.02, 40 + 40),  # a joiner, whose batches count the others'
 ])  # fmt: skip
 def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
-    monkeypatch, began_at, done_then, share, ends_at
+    clock, began_at, done_then, share, ends_at
 ):
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = clock.time = lambda: clock.now
-    monkeypatch.setattr(reports, "time", clock)
     folder = Folder(None, 0)
     log = Reporter(folder, DiLoCoSettings(sync_every=5), trainer := Trainer())
 
@@ -62,11 +58,8 @@ def test_it_is_estimated_at_each_sync_from_the_samples_that_are_in_the_model(
 
 
 def test_between_syncs_it_is_reported_ten_times_a_second_and_to_a_progress_bar_at_each_step(
-    monkeypatch,
+    clock,
 ):
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(reports, "time", clock)
     trainer = Trainer()
     log = Reporter(Folder(None, 0), DiLoCoSettings(sync_every=5), trainer)
     phases = ["joining", "training", "training", "evaluating", "training"]

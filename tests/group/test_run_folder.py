@@ -17,33 +17,12 @@ from failing_disk import no_file_above
 from run_events import events_of, syncs_of
 
 from composer_replication import SyncError
-from composer_replication.group import run_folder
 from composer_replication.group.run_folder import (
     STATUS_EVERY_S,
     ReplicaFolder,
     last_outer_step,
     make_run_folder,
 )
-
-
-class Clock:
-    """Stands still until it is told to move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(run_folder, "time", clock)
-    return clock
 
 
 def status(tmp_path):

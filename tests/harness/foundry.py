@@ -30,8 +30,7 @@ def foundry_command(*arguments):
 
 def offline_environ(**extra):
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    # One thread: two groups with a thread per core each would wait for each other's cores.
-    return os.environ | offline | {"OMP_NUM_THREADS": "1"} | extra
+    return os.environ | offline | extra
 
 
 def write_tokenizer(folder, texts):

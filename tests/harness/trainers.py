@@ -111,9 +111,20 @@ def callback_of(sim, **arguments):
     )
 
 
+def alone(**arguments):
+    """Our callback in a group without others."""
+    return DiLoCoCallback(num_replicas=1, **{"sync_every": 2} | arguments)
+
+
 def read_checkpoint(path):
     """A checkpoint of Composer that is one file."""
     return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def part_of(path):
+    """The model in such a checkpoint, and what our callback has there."""
+    state = read_checkpoint(path)["state"]
+    return state["model"], state["callbacks"]["DiLoCoCallback"]
 
 
 STREAMING = {

@@ -12,7 +12,7 @@ from composer import Callback
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from harness.logged import logged
-from harness.trainers import Evaluated, trainer_of
+from harness.trainers import Evaluated, part_of, saving, trainer_of
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -61,14 +61,11 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     memory = InMemoryLogger()
     more: dict[str, Any] = {}
     if job.save_every or job.resumes_at is not None:
-        more = {
-            "save_folder": str(job.own_folder(sim.replica_id)),
-            "save_filename": "{batch}.pt",
-            "save_interval": f"{job.save_every or 1000}ba",
-            "save_overwrite": job.resumes_at is not None,
-        }
+        own = job.own_folder(sim.replica_id)
+        more = saving(own.parent, own.name, f"{job.save_every or 1000}ba")
+        more["save_overwrite"] = job.resumes_at is not None
     if job.resumes_at is not None:
-        more["load_path"] = f"{more['save_folder']}/{job.resumes_at}.pt"
+        more["load_path"] = f"{more['save_folder']}/ba{job.resumes_at}.pt"
     if job.is_sharded:
         more["parallelism_config"] = {"fsdp": {"state_dict_type": "full"}}
     batches = job.batches(sim.replica_id, job.steps * job.accumulate * job.ranks * job.fits)
@@ -104,7 +101,6 @@ train = partial(train_groups, _train)
 
 
 def saved_weights(job: Job, replica_id: int, step: int) -> dict[str, Tensor]:
-    path = job.own_folder(replica_id) / f"{step}.pt"
-    state = torch.load(path, map_location="cpu", weights_only=False)["state"]["model"]
+    state, _ = part_of(job.own_folder(replica_id) / f"ba{step}.pt")
     prefix = "mlp."
     return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}

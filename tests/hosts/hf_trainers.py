@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from composer_replication.hf import DiLoCoTrainerCallback
-from hosts.host import held_out, own_batches
+from hosts.host import ALONE, held_out, own_batches
 
 
 class WithLoss(nn.Module):
@@ -26,6 +26,17 @@ class WithLoss(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         out = self.net(x)
         return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
+
+
+class At(TrainerCallback):
+    """Calls a function at the end of a step."""
+
+    def __init__(self, step: int, act) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.act()
 
 
 def rows_of(batches: list[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
@@ -70,9 +81,8 @@ def alone(
     folder: Path, *callbacks: TrainerCallback, args: Any = (), settings: Any = (), **more: Any
 ) -> Trainer:
     """A Hugging Face Trainer with our callback, in a run of one group that trains alone."""
-    settings = {"num_replicas": 1, "replica_id": "0", "sync_every": 4, **dict(settings)}
-    args = arguments_of(folder, **dict(args))
-    return trainer_of(DiLoCoTrainerCallback(**settings), args, *callbacks, **more)
+    diloco = DiLoCoTrainerCallback(**ALONE | dict(settings))
+    return trainer_of(diloco, arguments_of(folder, **dict(args)), *callbacks, **more)
 
 
 @contextmanager

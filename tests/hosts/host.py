@@ -25,6 +25,9 @@ from composer_replication.simulation.simulation import Fault, SimulatedReplica
 
 BATCH_SIZE = 8
 
+ALONE = {"num_replicas": 1, "replica_id": "0", "sync_every": 4}
+"""Arguments of a callback in a run of one group that trains alone."""
+
 _JOINS_LATER = "test_a_group_that_joins_later_continues_at_the_step_of_the_others"
 _HAS_A_FOLDER = "test_the_folder_of_a_run_has_its_events_and_a_file_STOP_in_it_ends_training"
 _SHARDS = "test_groups_whose_two_ranks_shard_the_model_with_FSDP2_train_as_unsharded_ones"

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from safetensors.torch import load_file  # noqa: E402
 from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
 
-from hosts.hf_trainers import in_group, rows_of  # noqa: E402
+from hosts.hf_trainers import At, in_group, rows_of  # noqa: E402
 
 # ---- evaluations, saves and ends ------------------------------------------------------------
 
@@ -117,17 +117,6 @@ def test_each_of_several_datasets_is_evaluated_with_the_global_weights(tmp_path)
 
 
 # ---- joiners --------------------------------------------------------------------------------
-
-
-class At(TrainerCallback):
-    """Calls a function at the end of a step."""
-
-    def __init__(self, step: int, act) -> None:
-        self.step, self.act = step, act
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.act()
 
 
 def join_late(group: Process, folder: Path, **args: Any) -> dict[str, Any]:

@@ -28,7 +28,14 @@ from transformers import TrainerCallback  # noqa: E402
 from composer_replication.group.checkpoint_files import problem_of  # noqa: E402
 from composer_replication.group.save_folder import hold, release  # noqa: E402
 from composer_replication.hf import DiLoCoTrainerCallback  # noqa: E402
-from hosts.hf_trainers import WithLoss, alone, arguments_of, rows_of, trainer_of  # noqa: E402
+from hosts.hf_trainers import (  # noqa: E402
+    At,
+    WithLoss,
+    alone,
+    arguments_of,
+    rows_of,
+    trainer_of,
+)
 from hosts.host import own_batches  # noqa: E402
 
 # ---- what cannot be a group -----------------------------------------------------------------
@@ -257,16 +264,16 @@ def test_a_checkpoint_is_not_whole_while_it_is_written_again(tmp_path):
 
 
 def test_a_second_group_in_an_output_dir_is_refused_before_it_trains(tmp_path):
-    class Starts(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            for resume in (None, True):
-                second = alone(tmp_path, args=SAVES, settings={"replica_id": "1"})
-                with pytest.raises(ValueError, match="in use by.* an output_dir of its own"):
-                    second.train(resume_from_checkpoint=resume)
-                assert second.callback.diloco is None
-            alone(tmp_path, settings={"replica_id": "1"}).train()  # it does not save
+    def start_others():
+        for resume in (None, True):
+            second = alone(tmp_path, args=SAVES, settings={"replica_id": "1"})
+            with pytest.raises(ValueError, match="in use by.* an output_dir of its own"):
+                second.train(resume_from_checkpoint=resume)
+            assert second.callback.diloco is None
+        alone(tmp_path, settings={"replica_id": "1"}).train()  # it does not save
 
-    first = alone(tmp_path, Starts(), args=SAVES)
+    before, after = At(2, start_others), At(6, start_others)  # its first save
+    first = alone(tmp_path, before, after, args=SAVES)
     first.train()
     assert first.callback.result["inner_steps"] == 12
     alone(tmp_path, args=SAVES, settings={"replica_id": "1"}).train()
@@ -307,17 +314,11 @@ def test_evaluate_and_predict_before_a_training_are_as_without_us(tmp_path):
     assert ours.evaluate()["eval_loss"] < theirs.evaluate()["eval_loss"]
 
 
-class FailsOnce(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3 and "has_failed" not in vars(self):
-            self.has_failed = True
-            raise RuntimeError("once")
-
-
 def test_a_training_after_one_that_failed_counts_each_batch_once(tmp_path):
-    trainer = alone(tmp_path, FailsOnce(), settings={"weight_by": "samples"})
-    with pytest.raises(RuntimeError, match="once"):
+    trainer = alone(tmp_path, At(3, lambda: 1 / 0), settings={"weight_by": "samples"})
+    with pytest.raises(ZeroDivisionError):
         trainer.train()
+    trainer.remove_callback(At)
     trainer.train()
     assert trainer.callback.result["inner_steps"] == 3 + 8
     history = trainer.state.log_history
@@ -421,10 +422,17 @@ def test_accelerate_s_own_fsdp2_shards_a_group():
 
 
 def test_a_compiled_model_is_saved_with_its_global_weights(tmp_path):
-    model = torch.compile(WithMore(TinyMLP()), backend="eager")
-    trainer = alone(tmp_path, args={"remove_unused_columns": False}, model=model)
+    model = WithMore(TinyMLP())
     shown = {}
-    trainer.add_callback(Looks(trainer, shown))
+
+    def look():
+        theta = dict(trainer.callback.diloco.global_parameters())
+        shown.update({n: each for n, each in model.state_dict().items() if n in theta})
+        assert all(torch.equal(theta[name], each) for name, each in shown.items())
+
+    compiled = torch.compile(model, backend="eager")
+    args = {"remove_unused_columns": False}
+    trainer = alone(tmp_path, At(6, look), args=args, model=compiled)
     trainer.train()
     assert shown.keys() == {f"net.{name}" for name in TinyMLP().state_dict()}
 
@@ -434,17 +442,3 @@ class WithMore(WithLoss):
 
     def forward(self, x, labels, **more):
         return super().forward(x, labels)
-
-
-class Looks(TrainerCallback):
-    """Compares what the model would save after a step without a sync with the global weights."""
-
-    def __init__(self, trainer, shown):
-        self.trainer, self.shown = trainer, shown
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 6:
-            theta = dict(self.trainer.callback.diloco.global_parameters())
-            saved = self.trainer.model._orig_mod.state_dict()
-            self.shown.update({name: each for name, each in saved.items() if name in theta})
-            assert all(torch.equal(theta[name], each) for name, each in self.shown.items())

@@ -68,12 +68,8 @@ class Line(nn.Module):
         return self.linear(x)
 
 
-def slow_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def slower_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.05)
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr)
 
 
 def lines(replica_id, count):
@@ -94,7 +90,7 @@ def check_trace(host, **of_job):
     # Mean pseudo-gradient: (0.245, -0.026, 0.219). The first Nesterov step is lr (1 + 0.9) of it:
     # w = (2 - 1.9 * 0.245, 1 + 1.9 * 0.026), b = 1 - 1.9 * 0.219.
     settings = {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.9}
-    of_job = {"steps": 3, "model": Line, "optimizer": slow_sgd, "batches": lines} | of_job
+    of_job = {"steps": 3, "model": Line, "optimizer": sgd, "batches": lines} | of_job
     for outcome in host.train(Job(settings=settings, **of_job)):
         weight, bias = outcome.weights["linear.weight"][0], outcome.weights["linear.bias"][0]
         assert weight.tolist() == pytest.approx([1.5345, 1.0494], abs=5e-5)
@@ -114,7 +110,7 @@ def test_groups_of_two_ranks_under_DDP_follow_the_same_trace(host, tmp_path):
 @pytest.mark.integration
 def test_groups_whose_two_ranks_shard_the_model_with_FSDP2_train_as_unsharded_ones(host, tmp_path):
     # torch 2.7's gloo sums the ranks' gradients where FSDP2 asks for their mean.
-    optimizer = slower_sgd if torch.__version__ < (2, 8) else slow_sgd
+    optimizer = functools.partial(sgd, lr=0.05 if torch.__version__ < (2, 8) else 0.1)
     check_trace(host, ranks=2, is_sharded=True, folder=tmp_path, optimizer=optimizer)
 
 

@@ -29,10 +29,8 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
 from composer_replication import simulate  # noqa: E402
 from composer_replication.lightning import DiLoCoLightningCallback  # noqa: E402
-from hosts.host import FarFromZero, held_out, own_batches  # noqa: E402
+from hosts.host import ALONE, FarFromZero, held_out, own_batches  # noqa: E402
 from hosts.lightning_host import Batches, Module, trainer_of  # noqa: E402
-
-ALONE = {"num_replicas": 1, "replica_id": "0", "sync_every": 4}
 
 
 def alone(**settings: Any) -> DiLoCoLightningCallback:

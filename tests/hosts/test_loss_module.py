@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 from composer_replication.hf import DiLoCoTrainerCallback
 from composer_replication.hf_job import TrainerJob
 from hosts.hf_trainers import arguments_of, callback_in
+from hosts.host import ALONE
 
 
 class Embedding(nn.Module):
@@ -98,7 +99,7 @@ def trainer_of(
     model = Embedding()
     loss = PairLoss(model)
     rows = [[group + i, i + 1, 2 * i] for i in range(64)]
-    trainer = PairTrainer(
+    return PairTrainer(
         model=model,
         args=arguments_of(folder, remove_unused_columns=False, **args),
         train_dataset=[[token % 16 for token in row] for row in rows],
@@ -106,12 +107,10 @@ def trainer_of(
         callbacks=[diloco, ClearsGradients()],
         losses={"pairs": loss} if in_dict else loss,
     )
-    return trainer
 
 
 def alone(folder: Path, in_dict: bool = False, **args: Any) -> tuple[PairTrainer, Any]:
-    settings = {"num_replicas": 1, "replica_id": "0", "sync_every": 4, "weight_by": "samples"}
-    diloco = DiLoCoTrainerCallback(**settings)
+    diloco = DiLoCoTrainerCallback(**ALONE, weight_by="samples")
     return trainer_of(folder, diloco, in_dict=in_dict, **args), diloco
 
 

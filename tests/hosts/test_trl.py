@@ -28,7 +28,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from composer_replication.hf import DiLoCoTrainerCallback, replica_shard
 from hosts.hf_trainers import QUIET, callback_in, in_group
-from hosts.host import weights_of
+from hosts.host import ALONE, weights_of
 
 sys.path.insert(0, str(ROOT / "examples"))
 from trl_models import tiny_llama, tokenizer_of_bytes
@@ -56,10 +56,6 @@ def arguments(folder):
     }
 
 
-def alone():
-    return DiLoCoTrainerCallback(num_replicas=1, replica_id="0", sync_every=3)
-
-
 def sft(folder, diloco, **more):
     """A trainer of TRL, on a tiny model and a small text."""
     tokenizer = tokenizer_of_bytes()
@@ -80,7 +76,7 @@ def test_lora_syncs_what_is_trained_and_no_more(tmp_path):
         def on_optimizer_step(self, args, state, control, **kwargs):
             synced.update(self.diloco.global_parameters())
 
-    looks = Looks(num_replicas=1, replica_id="0", sync_every=3)
+    looks = Looks(**ALONE)
     trainer = sft(tmp_path, looks, peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
     trainer.train()
     trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -101,7 +97,7 @@ def dpo(folder, diloco, **more):
 
 
 def test_dpo_moves_the_model_and_not_its_reference(tmp_path):
-    trainer = dpo(tmp_path, diloco := alone())
+    trainer = dpo(tmp_path, diloco := DiLoCoTrainerCallback(**ALONE))
     before = weights_of(trainer.ref_model)
     trainer.train()
     assert diloco.result["outer_steps"] == 2
@@ -267,7 +263,7 @@ def test_groups_that_divide_another_order_are_told_before_they_train(data, tmp_p
 
 
 def test_a_saved_model_is_loaded_by_from_pretrained(tmp_path):
-    trainer = sft(tmp_path, alone())
+    trainer = sft(tmp_path, DiLoCoTrainerCallback(**ALONE))
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "final")

@@ -18,17 +18,13 @@ from torch import nn
 
 from composer_replication import DiLoCo, make_manager, simulate
 from hosts.host import FarFromZero, as_processes, group_of, weights_of
-from hosts.test_hosts import check_trace
+from hosts.test_hosts import check_trace, sgd
 
 SETTINGS = {"sync_every": 4, "outer_lr": 1.0, "outer_momentum": 0.0, "schedule": []}
 
 
 def alone(model, optimizer, **changed):
     return DiLoCo(make_manager(num_replicas=1), model, optimizer, **{**SETTINGS, **changed})
-
-
-def sgd(model, lr=0.1):
-    return torch.optim.SGD(model.parameters(), lr=lr)
 
 
 # ---- one optimizer, wrapped ------------------------------------------------------------------

@@ -18,6 +18,10 @@ from examples.quickstart.muon import Muon, muon_update
 # ---- the update ------------------------------------------------------------------------------
 
 
+def randn(seed, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def iterated(singular):
     """Five times the published polynomial."""
     for _ in range(5):
@@ -37,14 +41,14 @@ SHAPES = [(24, 72), (72, 24), (24, 24), (96, 24), (1, 24)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_update_is_the_references(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-3
+    matrix = randn(1, *shape) * 1e-3
     kept = matrix.clone()
     torch.testing.assert_close(muon_update(matrix), reference_update(matrix), rtol=0, atol=2e-4)
     assert torch.equal(matrix, kept)  # it may be the momentum itself
 
 
 def test_the_length_of_the_step_does_not_depend_on_that_of_the_gradient():
-    matrix = torch.randn(8, 12, generator=torch.Generator().manual_seed(2))
+    matrix = randn(2, 8, 12)
     for factor in (1e-5, 1e5):
         torch.testing.assert_close(muon_update(matrix), muon_update(factor * matrix))
     assert torch.equal(muon_update(torch.zeros(3, 4)), torch.zeros(3, 4))
@@ -53,7 +57,7 @@ def test_the_length_of_the_step_does_not_depend_on_that_of_the_gradient():
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_a_convolution_is_the_matrix_of_its_outputs(memory_format):
-    weight = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(4))
+    weight = randn(4, 6, 4, 3, 3)
     update = muon_update(weight.to(memory_format=memory_format))
     assert update.shape == weight.shape
     expected = reference_update(weight.flatten(1)).view(6, 4, 3, 3)
@@ -75,7 +79,7 @@ def take_steps(optimizers, parameters, first, last):
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_steps_are_those_of_the_reference(nesterov):
-    p = nn.Parameter(torch.randn(6, 10, generator=torch.Generator().manual_seed(5)))
+    p = nn.Parameter(randn(5, 6, 10))
     expected, momentum = p.detach().clone(), torch.zeros(6, 10)
     optimizer = Muon(
         [{"params": p, "use_muon": True}],
@@ -83,7 +87,7 @@ def test_steps_are_those_of_the_reference(nesterov):
     )
     for step in range(4):
         optimizer.param_groups[0]["lr"] = lr = 0.1 / (step + 1)
-        p.grad = torch.randn(6, 10, generator=torch.Generator().manual_seed(step))
+        p.grad = randn(step, 6, 10)
         momentum = 0.8 * momentum + 0.2 * p.grad
         ahead = 0.8 * momentum + 0.2 * p.grad if nesterov else momentum
         expected = expected * (1 - lr * 0.5) - lr * reference_update(ahead)
