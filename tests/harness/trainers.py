@@ -3,7 +3,7 @@
 import functools
 import threading
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from common import Buffered, TinyMLP, batch
@@ -86,7 +86,7 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-def trainer_of(*callbacks, replica_id=0, model=TinyModel, optimizer=sgd, **arguments):
+def trainer_of(*callbacks, replica_id=0, model: Any = TinyModel, optimizer=sgd, **arguments):
     """A small Trainer; its model, or a function that makes it of the group's number."""
     with building:
         if not isinstance(model, torch.nn.Module):
