@@ -158,7 +158,8 @@ def _train(host: str, folder: Path, environ: Mapping[str, str], both: bool) -> s
 def _samples_twice(folder: Path) -> str:
     from integration.leased_group import what_is_in
 
-    ((is_in, is_in_twice),) = what_is_in(torch.load(folder / "run" / "replica_1" / "trained.pt"))
+    trained = torch.load(folder / "run" / "replica_1" / "trained.pt")
+    ((is_in, is_in_twice),) = what_is_in(trained["moments"])
     if is_in.all() and not is_in_twice.any():
         return ""
     return f"{(~is_in).sum()} samples are missing, {is_in_twice.sum()} were trained twice"

@@ -55,9 +55,6 @@ class Run(ExitStack):
             "length": num_samples,
             "fragments": 1,
             "step_s": 0.1,
-            "batch_size": 4,
-            "unit_size": 64,
-            "epochs": 1,
         }
         self.hosts = Hosts(5, family, folder)
         self.enter_context(self.hosts.connected())
