@@ -16,7 +16,7 @@ from waiting import wait_until
 
 from composer_replication.replica.heal import donor as donors
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.peer_client import PeerError
+from composer_replication.replica.peer_client import PeerClient, PeerError
 
 LIMIT = timedelta(seconds=10)
 WAIT_S = 20.0
@@ -246,6 +246,32 @@ def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, num_kept, monkey
     monkeypatch.setattr(donors, "KEPT_S", 0.0)
     donor.transport.disallow_checkpoint()
     assert num_kept() == 0
+
+
+def test_a_joiner_holds_one_state_at_a_time(group, monkeypatch):
+    donor, joiner = group(), group()
+    joiner.fetch_ahead(donor)
+    before = weakref.ref(joiner.transport.downloaded.body.obj)
+    fetch, is_alone = PeerClient.fetch, []
+
+    def fetched(*arguments, **named):
+        is_alone.append(before() is None)
+        return fetch(*arguments, **named)
+
+    monkeypatch.setattr(PeerClient, "fetch", fetched)
+    donor.theta = torch.zeros(600)  # of another size; memory of the same one is written into
+    donor.commit()
+    joiner.fetch_ahead(donor)
+    assert is_alone == [True]
+    assert joiner.transport.downloaded.state["theta"].sum() == 600
+
+
+def test_a_peer_that_sends_something_else_than_a_state_is_named(group):
+    donor, joiner = group(), group()
+    donor.state.state = [1, 2]
+    with pytest.raises(PeerError, match="sent no state, but a list"):
+        joiner.fetch_ahead(donor)
+    assert joiner.transport.downloaded is None
 
 
 def test_a_donor_that_has_left_keeps_nothing(group, num_kept):
