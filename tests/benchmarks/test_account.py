@@ -86,7 +86,7 @@ def test_a_group_that_has_not_come_back_counts_until_the_last_sync_of_the_run(tm
     assert goodput["goodput"] == pytest.approx(100 / 192, abs=1e-4)
 
 
-def test_faults_that_hold_a_group_up_are_windows_of_the_wall_clock(tmp_path):
+def test_faults_that_hold_a_group_up_are_windows_of_the_wall_clock():
     def fault(kind, at, seconds, victims, ends_at=None):
         return {"kind": kind, "at": at, "seconds": seconds, "victims": victims, "ends_at": ends_at}
 
