@@ -105,10 +105,6 @@ def test_a_group_goes_on_where_it_was_at_each_failure(disk, folders):
     assert "read events.jsonl" in each_failure(disk, prepare, start, judge)
 
 
-def console_of_nobody():
-    return Console(file=io.StringIO())
-
-
 def prepared_run(folders):
     run_dir = folders()
     for replica_id in range(2):
@@ -154,7 +150,7 @@ def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, mo
         return run_dir
 
     def watch(run_dir):
-        display = Display(console_of_nobody(), LiveRun(run_dir, range(2)))
+        display = Display(Console(file=io.StringIO()), LiveRun(run_dir, range(2)))
 
         def show(groups, looks):
             display.refresh(is_last=True)
