@@ -3,29 +3,16 @@
 A sync waits for nobody. The files are those of a run; no group has written them.
 """
 
-import json
 from functools import partial
 
 import pytest
 import traces
 from account import describe_goodput, fault_windows, measure_goodput
-from run_events import write_events
-from traces import start
+from traces import start, write_group
 
 from composer_replication.launch.run_record import open_run
 
 sync, rounds = (partial(line, waited=0.0) for line in (traces.sync, traces.rounds))
-
-
-def write_group(run_dir, replica_id, starts, syncs, status=None, *, is_finished=True):
-    folder = run_dir / f"replica_{replica_id}"
-    folder.mkdir()
-    write_events(folder, "start", *starts)
-    write_events(folder, "sync", *syncs)
-    (folder / "status.json").write_text(json.dumps(status or {}))
-    if is_finished:
-        result = {"inner_steps": 40, "outer_steps": 4, "global_digest": "ab" * 32}
-        write_events(folder, "end", result | {"final_loss": 1.0})
 
 
 def one_of_two_is_killed(run_dir):

@@ -13,8 +13,7 @@ import pytest
 import results
 import torch
 from number_sources import RESULTS, read_results
-from run_events import write_events
-from traces import rounds, start, sync
+from traces import rounds, start, sync, write_group
 
 from composer_replication.launch.run_record import open_run
 
@@ -81,34 +80,18 @@ def test_failures_come_as_often_as_asked_and_a_seed_repeats_them():
 
 def chaos_run(folder):
     """The files of two groups, and a kill of group 1 in its third round."""
-    end = {"inner_steps": 50, "outer_steps": 5, "global_digest": "ab" * 32, "final_loss": 1.0}
-    again = start(17.45, started=14.0, trained_at=13.0, before=26)
-    files = {
-        "config.yaml": {"callbacks": {"diloco": {"sync_every": 10}}},
-        "chaos.json": {
-            "began_at": 10.0,
-            "injected": [{"kind": "kill", "at": 3.0, "seconds": 0.0, "victims": [1]}],
-        },
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
+    kill = {"kind": "kill", "at": 3.0, "seconds": 0.0, "victims": [1]}
+    chaos = {"began_at": 10.0, "injected": [kill]}
+    (folder / "chaos.json").write_text(json.dumps(chaos))
+    (folder / "config.yaml").write_text("callbacks: {diloco: {sync_every: 10}}")
     # Group 0 has trained its third round at 13.4 s, and a quorum at 15.0 s.
-    events = {
-        "replica_0/sync": [
-            *rounds(10.0, 2),
-            sync(15.15, 3, 30, blocked=1.75, waited=1.6),
-            *rounds(15.15, 2, outer_step=3, steps=30),
-        ],
-        "replica_1/sync": [*rounds(10.0, 2), sync(17.55, 5, 0, blocked=0.0, waited=0.0)],
-        "replica_0/start": [start(10.0)],
-        "replica_1/start": [start(10.0), again],
-        "replica_0/end": [end],
-        "replica_1/end": [end],
-    }
-    for name, lines in events.items():
-        group, kind = name.split("/")
-        write_events(folder / group, kind, *lines)
-    return open_run(folder), files["chaos.json"]
+    late = sync(15.15, 3, 30, blocked=1.75, waited=1.6)
+    lines = [*rounds(10.0, 2), late, *rounds(15.15, 2, outer_step=3, steps=30)]
+    write_group(folder, 0, [start(10.0)], lines)
+    starts = [start(10.0), start(17.45, started=14.0, trained_at=13.0, before=26)]
+    joins = sync(17.55, 5, 0, blocked=0.0, waited=0.0)
+    write_group(folder, 1, starts, [*rounds(10.0, 2), joins])
+    return open_run(folder), chaos
 
 
 def test_the_costs_of_a_chaos_run_and_its_replay(tmp_path):

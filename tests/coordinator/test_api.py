@@ -19,9 +19,9 @@ from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.server import store_settings
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.wire_types import RunInfo, digests_of
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.util import fence
+from coordinator.run_info import INFO, VERSIONS
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
 MODEL = "2 tensors, sha256 aa"
@@ -43,23 +43,10 @@ def clock():
 def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **arguments):
     database = Database(tmp_path / "state.sqlite")
     events = Events(database)
-    versions = {"composer_replication": "0.1.0", "torchft": "2026.10.26"}
-    registry = Registry(database, events, versions, 3.0, clock)
+    registry = Registry(database, events, VERSIONS, 3.0, clock)
     store_settings(database, events, settings, "tiny.yaml", **arguments)
-    info = RunInfo(
-        settings=settings,
-        settings_source="tiny.yaml",
-        num_replicas=2,
-        min_replicas=1,
-        lighthouse_addr="http://head:1",
-        heartbeat_timeout_s=3.0,
-        version="0.1.0",
-        torchft="2026.10.26",
-        digest_every=0,
-        model_section=digests_of({"d_model": 8, "hub": "a-secret"}),
-    )
     run = RunData(
-        info=info,
+        info=dataclasses.replace(INFO, settings=settings),
         registry=registry,
         streams=Streams(database, registry, events),
         events=events,
@@ -101,10 +88,10 @@ def registration(replica_id="0", session="one", **changes):
         "session": session,
         "host": "here",
         "world_size": 2,
-        "composer_replication": "0.1.0",
-        "torchft": "2026.10.26",
         "model": MODEL,
-    } | changes
+        **VERSIONS,
+        **changes,
+    }
 
 
 def register(client, *arguments, **changes):
@@ -196,7 +183,7 @@ def test_no_value_of_the_model_section_leaves_the_coordinator(client):
     status = client.get("/v1/status").text + client.get("/v1/page").text
     assert "model_section" not in status and "a-secret" not in status
     info = client.get("/v1/info")
-    assert info.json()["model_section"] == digests_of({"d_model": 8, "hub": "a-secret"})
+    assert info.json()["model_section"] == INFO.model_section
     assert "a-secret" not in info.text
 
 

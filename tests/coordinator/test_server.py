@@ -10,6 +10,7 @@ from dataclasses import replace
 import httpx
 import pytest
 from harness.certificate import make_certificate
+from harness.coordinators import coordinator_in
 from waiting import stop_accepting, wait_until
 
 from composer_replication.coordinator.client import (
@@ -19,10 +20,8 @@ from composer_replication.coordinator.client import (
 )
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.replica.lighthouse import read_status
-from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.json_files import read_json
 
 
@@ -32,12 +31,8 @@ def start(tmp_path):
     with ExitStack() as started:
 
         def start(folder="state", **arguments):
-            arguments = {"bind": "127.0.0.1:0", "tokens": ["secret"]} | arguments
-            coordinator = Coordinator(
-                DiLoCoSettings(), "x.yaml", num_replicas=2, state_dir=tmp_path / folder, **arguments
-            )
-            started.callback(coordinator.shutdown)
-            return coordinator
+            arguments = {"tokens": ["secret"]} | arguments
+            return started.enter_context(coordinator_in(tmp_path / folder, **arguments))
 
         yield start
 

@@ -18,17 +18,16 @@ import psutil
 import pytest
 import torch
 from composer import Callback
+from harness.coordinators import coordinator_in
 from harness.trainers import STREAMING, Each, train, trainer_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.client import CoordinatorClient
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.lighthouse import start_lighthouse
-from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 
@@ -171,9 +170,7 @@ def test_a_fit_that_fails_inside_a_batch_skips_no_sample_of_it(where, tmp_path):
     loader = ReplicaDataLoader(dataset, 4, dataset_id="d", unit_size=5)
     # Of a batch whose end raises the inner step is done: it stands before the look.
     look = Each(lambda state: trained.append(state.batch[2].tolist()))
-    settings, bind = DiLoCoSettings(sync_every=2), "127.0.0.1:0"
-    coordinator = Coordinator(settings, "x.yaml", num_replicas=1, state_dir=tmp_path, bind=bind)
-    try:
+    with coordinator_in(tmp_path, sync_every=2, num_replicas=1) as coordinator:
         callback = diloco(None, coordinator_addr=coordinator.address)
         trainer = trainer_of(callback, look, RaisesIn(where, 7), max_duration="2ep")
         with pytest.raises(Broken):
@@ -183,8 +180,6 @@ def test_a_fit_that_fails_inside_a_batch_skips_no_sample_of_it(where, tmp_path):
         with closing(CoordinatorClient(coordinator.address, None)) as client:
             [_, epoch] = client.progress("d")
         assert epoch["done"] == length
-    finally:
-        coordinator.shutdown()
     assert sorted(sum(trained, [])) == sorted([*range(length)] * 2)
     assert callback.result["inner_steps"] == len(trained)
 

@@ -224,12 +224,6 @@ def launched(tmp_path):
         yield launch
 
 
-def address_of(launch):
-    address = re.compile(r"(?m)^Page: (http://\S+)\s")
-    launch.wait_until(lambda: address.search(launch.said()))
-    return address.search(launch.said())[1]
-
-
 def check_run(page):
     """What the page shows of the launched run, live as saved."""
     page.locator("#agreement").filter(has_text="equal in 2 groups at outer step").wait_for()
@@ -246,7 +240,8 @@ def check_run(page):
 def test_a_run_live_and_the_same_page_saved_in_the_middle_and_at_the_end(
     open_page, axe, launched, tmp_path
 ):
-    page = open_page(address_of(launched))
+    address = re.compile(r"(?m)^Page: (http://\S+)\s")
+    page = open_page(launched.wait_until(lambda: address.search(launched.said()))[1])
     page.set_default_timeout(240_000)
     page.locator("#token").fill("wrong")
     page.keyboard.press("Enter")
