@@ -68,15 +68,15 @@ def diloco(lighthouse_addr, **arguments):
     return DiLoCoCallback(lighthouse_addr=lighthouse_addr, **defaults | arguments)
 
 
-def fails_after(*batches):
-    """Raises at the ends of these batches, once each."""
-    left = list(batches)
+class RaisesIn(Callback):
+    """Raises in this event of the batches after so many, once each."""
 
-    def look(state):
-        if left and state.timestamp.batch.value == left[0]:
-            raise Broken(f"after batch {left.pop(0)}")
+    def __init__(self, event, *batches):
+        self._event, self._left = event, [*batches]
 
-    return Each(look)
+    def run_event(self, event, state, logger):
+        if event.name == self._event and self._left[:1] == [state.timestamp.batch.value]:
+            raise Broken(self._left.pop(0))
 
 
 def side_by_side(*groups):
@@ -135,7 +135,7 @@ def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
 ):
     def train_through(*failures):
         callback = diloco(lighthouse_addr, **STREAMING | {"sync_every": 6})
-        trainer = trainer_of(callback, fails_after(*failures), max_duration="13ba")
+        trainer = trainer_of(callback, RaisesIn("BATCH_END", *failures), max_duration="13ba")
         for _ in failures:
             with pytest.raises(Broken):
                 trainer.fit()
@@ -148,18 +148,6 @@ def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
     whole, in_parts = train_through(), train_through(5, 8)
     assert in_parts["global_digest"] == whole["global_digest"]
     assert in_parts["inner_steps"] == whole["inner_steps"] == 13
-
-
-class RaisesIn(Callback):
-    """Raises once, inside the batch after so many."""
-
-    def __init__(self, event, batch):
-        self._event, self._batch = event, batch
-
-    def run_event(self, event, state, logger):
-        if event.name == self._event and state.timestamp.batch.value == self._batch:
-            self._batch = None
-            raise Broken(self._event)
 
 
 @pytest.mark.parametrize("where", ["AFTER_DATALOADER", "AFTER_LOSS", "BATCH_END"])
@@ -233,7 +221,7 @@ def test_fits_that_follow_each_other_start_at_once_and_leave_nothing(lighthouse_
 def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_s, caplog):
     def comes_back():
         callback = diloco(lighthouse_addr, num_replicas=2)
-        trainer = trainer_of(callback, fails_after(5), max_duration="40ba")
+        trainer = trainer_of(callback, RaisesIn("BATCH_END", 5), max_duration="40ba")
         with pytest.raises(Broken):
             trainer.fit()
         time.sleep(pause_s)

@@ -11,6 +11,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 from waiting import wait_until
 
 from composer_replication.options import DuplicateIdError
@@ -436,22 +437,9 @@ def test_those_that_stay_decline_until_the_one_with_other_settings_has_left(capl
     assert use(member, quorum_id=4).replica_ids == ["a:1"]
 
 
-class Store(dict):
-    """A TCPStore that all ranks of a group share."""
-
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def check(self, keys):
-        return self.keys() >= set(keys)
-
-
-def of_ranks(store, **arguments):
-    return [member_of("b", rank=rank, num_ranks=2, store=store, **arguments) for rank in range(2)]
-
-
 def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():
-    ranks = of_ranks(Store())
+    store = HashStore()
+    ranks = [member_of("b", rank=rank, num_ranks=2, store=store) for rank in range(2)]
     for rank in ranks:
         rank.own.settings = {"ranks": 2}
     own = ranks[0].add_report(HANDLE, 0)
