@@ -29,12 +29,13 @@ class Groups(ReplicaGroups):
         self.ended.append(replica_id)
 
 
-def write(folder, replica_id, phase="training", syncs=1):
-    folder = folder / f"replica_{replica_id}"
-    folder.mkdir(exist_ok=True)
-    (folder / "status.json").write_text(json.dumps({"phase": phase}))
-    (folder / "events.jsonl").unlink(missing_ok=True)
-    write_events(folder, "sync", *({"time": float(number)} for number in range(1, syncs + 1)))
+def write(run_dir, *replica_ids, phase="training", syncs=1):
+    for replica_id in replica_ids:
+        folder = run_dir / f"replica_{replica_id}"
+        folder.mkdir(exist_ok=True)
+        (folder / "status.json").write_text(json.dumps({"phase": phase}))
+        (folder / "events.jsonl").unlink(missing_ok=True)
+        write_events(folder, "sync", *({"time": float(number)} for number in range(1, syncs + 1)))
 
 
 def supervise(folder, lives, max_restarts=3, on_look=lambda groups, looks: None, **more):

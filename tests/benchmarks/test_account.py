@@ -3,29 +3,16 @@
 A sync waits for nobody. The files are those of a run; no group has written them.
 """
 
-import json
 from functools import partial
 
 import pytest
 import traces
 from account import describe_goodput, fault_windows, measure_goodput
-from run_events import write_events
-from traces import start
+from traces import start, write_group
 
 from composer_replication.launch.run_record import open_run
 
 sync, rounds = (partial(line, waited=0.0) for line in (traces.sync, traces.rounds))
-
-
-def write_group(run_dir, replica_id, starts, syncs, status=None, *, is_finished=True):
-    folder = run_dir / f"replica_{replica_id}"
-    folder.mkdir()
-    write_events(folder, "start", *starts)
-    write_events(folder, "sync", *syncs)
-    (folder / "status.json").write_text(json.dumps(status or {}))
-    if is_finished:
-        result = {"inner_steps": 40, "outer_steps": 4, "global_digest": "ab" * 32}
-        write_events(folder, "end", result | {"final_loss": 1.0})
 
 
 def one_of_two_is_killed(run_dir):
@@ -86,7 +73,7 @@ def test_a_group_that_has_not_come_back_counts_until_the_last_sync_of_the_run(tm
     assert goodput["goodput"] == pytest.approx(100 / 192, abs=1e-4)
 
 
-def test_faults_that_hold_a_group_up_are_windows_of_the_wall_clock(tmp_path):
+def test_faults_that_hold_a_group_up_are_windows_of_the_wall_clock():
     def fault(kind, at, seconds, victims, ends_at=None):
         return {"kind": kind, "at": at, "seconds": seconds, "victims": victims, "ends_at": ends_at}
 

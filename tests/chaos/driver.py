@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 from unittest.mock import patch
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from composer_replication.config_file import ConfigError, with_values
 from composer_replication.group.run_folder import make_run_folder
+from composer_replication.launch.commands import Count, JobOptions
 from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import LaunchOptions, launch_groups
 from composer_replication.launch.run_record import open_run
@@ -29,31 +31,38 @@ ENDLESS = "1000000000ba"
 """How long a config trains: until the file ``STOP`` in the run's folder ends it."""
 
 
-def run_chaos(
-    job: Job,
-    *,
-    replicas: int,
-    faults_per_minute: float,
-    duration_s: float,
-    seed: int,
-    kinds: Sequence[str] | None = None,
-    slow: Sequence[str] = (),
-    straggler_timeout_s: float = STRAGGLER_TIMEOUT_S,
-    recovery_s: float = RECOVERY_S,
-) -> int:
+@dataclass(kw_only=True)
+class ChaosOptions(JobOptions):
+    """How long to train, and under which faults.
+
+    Args:
+        replicas: Number of replica groups.
+        faults_per_minute: Mean number of faults in a minute.
+        duration: Length of the training, in seconds.
+        seed: Seed of kinds, victims and times of the faults.
+        kinds: Kinds of faults, separated by commas.
+        slow: A group that is slow all the time, such as 2:0.5; can be repeated.
+        straggler_timeout_s: Longest wait of a sync for a group that is alive and late, in seconds.
+        recovery_s: Seconds without new faults at the end, for groups to recover.
+    """
+
+    replicas: Count = 3
+    faults_per_minute: Annotated[float, typer.Option(min=0.1)] = 2.0
+    duration: Annotated[float, typer.Option(min=10.0)] = 600.0
+    seed: int = 0
+    kinds: str = ",".join(KINDS)
+    slow: Annotated[list[str] | None, typer.Option(metavar="GROUP:SPEED")] = None
+    straggler_timeout_s: Annotated[float, typer.Option(min=0.1)] = STRAGGLER_TIMEOUT_S
+    recovery_s: float = RECOVERY_S
+
+
+def run_chaos(job: Job, options: ChaosOptions) -> int:
     """Launch a job under faults for some time, write ``chaos.json`` and print a table.
 
     Args:
-        job: What the groups run. A config trains for ``duration_s`` instead of ``max_duration``, at
+        job: What the groups run. A config trains for ``duration`` instead of ``max_duration``, at
             a constant learning rate. Digests are compared at every outer step.
-        replicas: Number of replica groups, 2 or more.
-        faults_per_minute: Mean number of faults in a minute.
-        duration_s: Length of the training, in seconds.
-        seed: Seed of the kinds, victims and times of the faults.
-        kinds: Kinds of faults to inject. None: all of ``KINDS``.
-        slow: Groups that are slow all the time: such as ``2:0.5``, group 2 at half speed.
-        straggler_timeout_s: As in ``LaunchOptions``.
-        recovery_s: Seconds between the end of the last fault and the end of the run.
+        options: All but the job.
 
     Returns:
         An exit status: 0 if nothing was lost and no group diverged, else 1.
@@ -61,23 +70,23 @@ def run_chaos(
     Raises:
         ConfigError: There are fewer than two groups, a kind does not exist, or ``slow`` is wrong.
     """
+    replicas, duration_s = options.replicas, options.duration
     if replicas < 2:
         raise ConfigError(f"--replicas {replicas}: use 2 or more, since one has to survive")
-    kinds = KINDS if kinds is None else kinds
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown or not kinds:
-        raise ConfigError(f"--kinds {','.join(kinds)}: use some of {','.join(KINDS)}")
-    speeds = read_speeds(slow, replicas)
+    kinds = options.kinds.split(",")
+    if not {*kinds} <= {*KINDS}:
+        raise ConfigError(f"--kinds {options.kinds}: use some of {','.join(KINDS)}")
+    speeds = read_speeds(options.slow or (), replicas)
     config = with_values(endless(job.config), callbacks={"diloco": {"digest_every": 1}})
     run_dir = make_run_folder(config, job.name)
     config = with_values(config, run_dir=str(run_dir))
-    repeat = {"seed": seed, "kinds": list(kinds), "faults_per_minute": faults_per_minute}
-    repeat |= {"replicas": replicas, "slow": speeds}
-    repeat |= {"straggler_timeout_s": straggler_timeout_s}
-    history = History(run_dir, replicas, repeat | {"duration_s": duration_s})
-    planned = plan_faults(seed, kinds, replicas)
+    repeat = {"seed": options.seed, "kinds": kinds, "replicas": replicas, "slow": speeds}
+    repeat |= {"faults_per_minute": options.faults_per_minute, "duration_s": duration_s}
+    repeat |= {"straggler_timeout_s": options.straggler_timeout_s}
+    history = History(run_dir, replicas, repeat)
+    planned = plan_faults(options.seed, kinds, replicas)
     injector = RandomFaultInjector(
-        history, planned, faults_per_minute, duration_s, speeds, recovery_s
+        history, planned, options.faults_per_minute, duration_s, speeds, options.recovery_s
     )
     with patch.dict(os.environ, unreliable(os.environ)):  # the groups inherit it
         status = launch_groups(
@@ -85,7 +94,7 @@ def run_chaos(
             LaunchOptions(
                 replicas=replicas,
                 max_restarts=MAX_RESTARTS,
-                straggler_timeout_s=straggler_timeout_s,
+                straggler_timeout_s=options.straggler_timeout_s,
                 hang_timeout_s=HANG_ENDS_S,
             ),
             on_poll=injector,

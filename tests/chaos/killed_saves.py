@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
 import torch  # noqa: E402
-from chaos.saves.dying import Moment  # noqa: E402
+from chaos.saves.dying import Moment, num_died_of  # noqa: E402
 from forked_commands import ForkedCommand  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
@@ -112,13 +112,8 @@ def die(host: str, name: str, folder: Path, *, both: bool = False) -> str:
     environ |= {"DIES": json.dumps(deaths), "DIES_MARKS": str(folder)}
     train = _train_plain if host == "plain" else _train
     wrong = train(host, folder, environ, both)
-    missing = [g for g in deaths if _num_died(folder, g) != len(moments)]
+    missing = [g for g in deaths if num_died_of(folder / f"died_{g}") != len(moments)]
     return f"group {missing[0]} did not die in this moment" if missing and not wrong else wrong
-
-
-def _num_died(folder: Path, group: str) -> int:
-    mark = folder / f"died_{group}"
-    return len(mark.read_text().splitlines()) if mark.exists() else 0
 
 
 def _train(host: str, folder: Path, environ: Mapping[str, str], both: bool) -> str:
@@ -131,7 +126,10 @@ def _train(host: str, folder: Path, environ: Mapping[str, str], both: bool) -> s
         process = ForkedCommand([*ours, "--", *job], **start)
         if both:
             deaths = json.loads(environ["DIES"])
-            wait_until(lambda: all(_num_died(folder, g) == len(deaths[g]) for g in deaths), LIMIT_S)
+            wait_until(
+                lambda: all(num_died_of(folder / f"died_{g}") == len(deaths[g]) for g in deaths),
+                LIMIT_S,
+            )
             process.kill()
             process.wait()
             time.sleep(6.0)  # what it has started meanwhile ends by itself
@@ -158,7 +156,8 @@ def _train(host: str, folder: Path, environ: Mapping[str, str], both: bool) -> s
 def _samples_twice(folder: Path) -> str:
     from integration.leased_group import what_is_in
 
-    ((is_in, is_in_twice),) = what_is_in(torch.load(folder / "run" / "replica_1" / "trained.pt"))
+    trained = torch.load(folder / "run" / "replica_1" / "trained.pt")
+    ((is_in, is_in_twice),) = what_is_in(trained["moments"])
     if is_in.all() and not is_in_twice.any():
         return ""
     return f"{(~is_in).sum()} samples are missing, {is_in_twice.sum()} were trained twice"

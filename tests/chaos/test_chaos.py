@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from chaos.driver import run_chaos
+from chaos.driver import ChaosOptions, run_chaos
 from chaos.history import History
 from chaos.injector import KINDS, RandomFaultInjector, plan_faults
 from forked_commands import ForkedCommand, run
@@ -20,7 +20,6 @@ from pace import paced
 from text_config import TINY
 
 from composer_replication.config_file import ConfigError
-from composer_replication.launch.commands import JobOptions
 from composer_replication.launch.job import TRAIN, Job, job_of
 from composer_replication.launch.run_record import Run
 
@@ -187,7 +186,7 @@ def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"replicas": 1}, "one has to survive"),
-    ({"kinds": ["kill", "flood"]}, "--kinds kill,flood: use some of first_round,kill,end,hang,"),
+    ({"kinds": "kill,flood"}, "--kinds kill,flood: use some of first_round,kill,end,hang,"),
     ({"slow": ["1"]}, "--slow 1: write a group and its speed, such as 2:0.5"),
     ({"slow": ["1:fast"]}, "--slow 1:fast: write a group and its speed"),
     ({"slow": ["2:0.5"]}, "--slow 2:0.5: there is no group 2, use 0 to 1"),
@@ -196,10 +195,9 @@ def test_orders_are_files_in_the_folder_of_the_group(tmp_path):
     ({"slow": ["1:0.5", "1:0.6"]}, "--slow 1:0.6: group 1 has a speed already"),
 ])  # fmt: skip
 def test_what_it_refuses(options, message):
-    arguments = {"replicas": 2, "faults_per_minute": 2, "duration_s": 60, "seed": 0}
+    job = Job(config={}, source="tiny.yaml", name="tiny.yaml", command=TRAIN)
     with pytest.raises(ConfigError, match=message):
-        job = Job(config={}, source="tiny.yaml", name="tiny.yaml", command=TRAIN)
-        run_chaos(job, **arguments | options)
+        run_chaos(job, ChaosOptions(**{"replicas": 2} | options))
 
 
 ENDS = """
@@ -219,8 +217,9 @@ events = [line | {"event": "sync"}, end]
 @pytest.mark.integration
 def test_the_message_for_a_command_that_ends_before_the_faults_do(tmp_path, capsys):
     command = [sys.executable, "-c", ENDS]
-    job = job_of(JobOptions(command=command, set=["sync_every=3"], run_dir=tmp_path / "run"))
-    assert run_chaos(job, replicas=2, faults_per_minute=6, duration_s=60, seed=0) == 0
+    given = {"command": command, "set": ["sync_every=3"], "run_dir": tmp_path / "run"}
+    options = ChaosOptions(replicas=2, duration=60, **given)
+    assert run_chaos(job_of(options), options) == 0
     said = capsys.readouterr().out
     assert "The groups had finished after 0 of 60 s" in said.replace("\n", " ")
 

@@ -121,12 +121,11 @@ print(factory.ReplicaManager.__name__, sys.modules["sitecustomize"].__file__, HI
 
 
 @pytest.mark.integration
-def test_any_python_process_with_these_variables_fails_on_request(tmp_path):
+def test_any_python_process_with_these_variables_fails_on_request(tmp_path, monkeypatch):
     # A sitecustomize of the machine's own is imported too.
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.HIDDEN = 'hidden one'")
-    environ = {**os.environ, "COMPOSER_REPLICATION_RUN_DIR": str(tmp_path), "REPLICA_GROUP_ID": "0"}
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ |= {"PYTHONPATH": os.pathsep.join(path)}
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    environ = os.environ | {"COMPOSER_REPLICATION_RUN_DIR": str(tmp_path), "REPLICA_GROUP_ID": "0"}
     environ |= unreliable(environ)
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

@@ -12,6 +12,7 @@ import httpx
 import psutil
 import pytest
 from chaos.services import KillableCoordinator
+from waiting import wait_until
 
 from composer_replication.replica.lighthouse import read_status
 from composer_replication.settings import DiLoCoSettings
@@ -56,10 +57,7 @@ def test_each_comes_back_at_the_same_address_with_its_state(coordinator):
     coordinator.services["lighthouse"].kill()
     assert "away" in read_status(coordinator.lighthouse_addr).situation
     coordinator.services["lighthouse"].start()
-    deadline = time.monotonic() + 90
-    while "away" in read_status(coordinator.lighthouse_addr).situation:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: "away" not in read_status(coordinator.lighthouse_addr).situation, 90)
     assert answers(coordinator.address) == 8
 
 

@@ -62,7 +62,7 @@ def test_while_a_token_is_replaced_both_are_accepted():
 
 
 def test_the_application_answers_413_to_a_chunked_body(tmp_path):
-    client, database = make(tmp_path, lambda: 0.0)
+    client = make(tmp_path, lambda: 0.0)
 
     def chunks():
         for _ in range(MAX_BODY // 2**20 + 1):
@@ -70,7 +70,7 @@ def test_the_application_answers_413_to_a_chunked_body(tmp_path):
 
     answer = client.post("/v1/replicas", content=chunks())
     assert (answer.status_code, answer.json()["detail"]) == (413, "the body is larger than 32 MiB")
-    database.close()
+    client.database.close()
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_on_loopback_without_a_token_this_machines_names_alone_are_accepted(host
 
 
 def test_the_description_loads_nothing_from_elsewhere(tmp_path):
-    client, database = make(tmp_path, lambda: 0.0)
+    client = make(tmp_path, lambda: 0.0)
     assert client.get("/docs").status_code == client.get("/redoc").status_code == 404
     assert TestClient(client.app).get("/openapi.json").status_code == 200
-    database.close()
+    client.database.close()

@@ -19,9 +19,9 @@ from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.server import store_settings
 from composer_replication.coordinator.streams import Streams
-from composer_replication.coordinator.wire_types import RunInfo, digests_of
 from composer_replication.settings import DiLoCoSettings
 from composer_replication.util import fence
+from coordinator.run_info import INFO, VERSIONS
 
 SETTINGS = DiLoCoSettings(sync_every=20, num_fragments=2, fragment_patterns=[["a*"], ["*"]])
 MODEL = "2 tensors, sha256 aa"
@@ -43,23 +43,10 @@ def clock():
 def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **arguments):
     database = Database(tmp_path / "state.sqlite")
     events = Events(database)
-    versions = {"composer_replication": "0.1.0", "torchft": "2026.10.26"}
-    registry = Registry(database, events, versions, 3.0, clock)
+    registry = Registry(database, events, VERSIONS, 3.0, clock)
     store_settings(database, events, settings, "tiny.yaml", **arguments)
-    info = RunInfo(
-        settings=settings,
-        settings_source="tiny.yaml",
-        num_replicas=2,
-        min_replicas=1,
-        lighthouse_addr="http://head:1",
-        heartbeat_timeout_s=3.0,
-        version="0.1.0",
-        torchft="2026.10.26",
-        digest_every=0,
-        model_section=digests_of({"d_model": 8, "hub": "a-secret"}),
-    )
     run = RunData(
-        info=info,
+        info=dataclasses.replace(INFO, settings=settings),
         registry=registry,
         streams=Streams(database, registry, events),
         events=events,
@@ -68,14 +55,31 @@ def make(tmp_path, clock, *, settings=SETTINGS, token="secret", record=None, **a
     app = create_app(run, tokens=[token] if token else [])
     headers = {"Authorization": f"Bearer {token}"}
     client = TestClient(app, headers=headers, raise_server_exceptions=False)
-    return client, database
+    client.database = database
+    return client
 
 
 @pytest.fixture
-def client(tmp_path, clock):
-    client, database = make(tmp_path, clock)
-    yield client
-    database.close()
+def start(tmp_path, clock):
+    """Starts the service on a folder, in the place of the one before."""
+    started = []
+
+    def start(**arguments):
+        end()
+        started.append(make(tmp_path, clock, **arguments))
+        return started[-1]
+
+    def end():
+        for client in started:
+            client.database.close()
+
+    yield start
+    end()
+
+
+@pytest.fixture
+def client(start):
+    return start()
 
 
 def registration(replica_id="0", session="one", **changes):
@@ -84,10 +88,10 @@ def registration(replica_id="0", session="one", **changes):
         "session": session,
         "host": "here",
         "world_size": 2,
-        "composer_replication": "0.1.0",
-        "torchft": "2026.10.26",
         "model": MODEL,
-    } | changes
+        **VERSIONS,
+        **changes,
+    }
 
 
 def register(client, *arguments, **changes):
@@ -132,20 +136,17 @@ def test_the_page_tells_settings_from_defaults_and_shows_none_that_is_not_set(cl
 # ---- what lasts ------------------------------------------------------------------------------
 
 
-def test_a_restarted_service_knows_groups_and_model(tmp_path, clock):
-    client, database = make(tmp_path, clock)
-    register(client)
-    database.close()
-    client, database = make(tmp_path, clock)
+def test_a_restarted_service_knows_groups_and_model(start):
+    register(start())
+    client = start()
     # It has not been heard of yet, and is not taken for dead.
     assert register(client, "0", "two").status_code == 409
     assert beat(client).status_code == 200
     assert "another model" in register(client, "1", model="sha256 bb").json()["detail"]
-    database.close()
 
 
-def test_settings_change_only_between_runs(tmp_path, clock):
-    make(tmp_path, clock)[1].close()
+def test_settings_change_only_between_runs(start):
+    start()
     changed = dataclasses.replace(SETTINGS, outer_lr=0.3, weight_by="steps")
     problem = (
         "other settings (outer_lr 0.7 before, 0.3 now, weight_by 'uniform' before, 'steps' now), "
@@ -154,26 +155,19 @@ def test_settings_change_only_between_runs(tmp_path, clock):
         "use another state folder for another run"
     )
     with pytest.raises(RejectedError, match=re.escape(problem)):
-        make(tmp_path, clock, settings=changed)
-    client, database = make(tmp_path, clock, settings=changed, all_start=True)
+        start(settings=changed)
+    client = start(settings=changed, all_start=True)
     assert client.get("/v1/info").json()["settings"]["outer_lr"] == 0.3
     event = client.get("/v1/status").json()["events"][-1]["text"]
     assert event.startswith("new settings from tiny.yaml: outer_lr 0.7 before, 0.3 now")
-    database.close()
-    client, database = make(tmp_path, clock, settings=changed)
-    assert client.get("/v1/info").json()["settings"]["outer_lr"] == 0.3
-    database.close()
+    info = start(settings=changed).get("/v1/info").json()
+    assert info["settings"]["outer_lr"] == 0.3
 
 
-def test_a_state_folder_of_a_version_with_fewer_settings_is_served_on(tmp_path, clock):
-    make(tmp_path, clock)[1].close()
-    database = Database(tmp_path / "state.sqlite")
-    with database.transaction() as cursor:
+def test_a_state_folder_of_a_version_with_fewer_settings_is_served_on(start):
+    with start().database.transaction() as cursor:
         cursor.execute("UPDATE settings SET settings = json_remove(settings, '$.weight_by')")
-    database.close()
-    client, database = make(tmp_path, clock)
-    assert client.get("/v1/info").json()["settings"]["weight_by"] == "uniform"
-    database.close()
+    assert start().get("/v1/info").json()["settings"]["weight_by"] == "uniform"
 
 
 # ---- replica groups ----------------------------------------------------------------------------
@@ -189,7 +183,7 @@ def test_no_value_of_the_model_section_leaves_the_coordinator(client):
     status = client.get("/v1/status").text + client.get("/v1/page").text
     assert "model_section" not in status and "a-secret" not in status
     info = client.get("/v1/info")
-    assert info.json()["model_section"] == digests_of({"d_model": 8, "hub": "a-secret"})
+    assert info.json()["model_section"] == INFO.model_section
     assert "a-secret" not in info.text
 
 
@@ -371,11 +365,10 @@ def test_a_report_of_no_sense_is_refused(client, body):
 # ---- the boundary ----------------------------------------------------------------------------
 
 
-def test_a_dead_disk_is_one_line_and_ends_no_heartbeat(tmp_path, clock, caplog, monkeypatch):
+def test_a_dead_disk_is_one_line_and_ends_no_heartbeat(client, caplog, monkeypatch):
     monkeypatch.setattr(fence, "_logged", set())
-    client, database = make(tmp_path, clock)
     register(client)
-    database.close()
+    client.database.close()
     for outer_step in range(5):
         assert beat(client, outer_step=outer_step).status_code == 200
     (line,) = [text for text in caplog.messages if "to a coordinator that starts again" in text]
@@ -383,16 +376,15 @@ def test_a_dead_disk_is_one_line_and_ends_no_heartbeat(tmp_path, clock, caplog, 
 
 
 @pytest.mark.slow
-def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
+def test_heartbeats_are_answered_while_the_disk_stands_still(client):
     """Also when as many other requests wait for it as there are threads."""
-    client, database = make(tmp_path, clock)
     register(client)
     listening = Listener("127.0.0.1:0")
     service = HttpService(client.app, listening)
     address = f"http://127.0.0.1:{listening.port}/v1"
     request = {"headers": client.headers, "timeout": 20, "trust_env": False, "verify": False}
     with ThreadPoolExecutor(60) as pool:
-        with database.transaction():
+        with client.database.transaction():
             waiting = [pool.submit(httpx.get, f"{address}/status", **request) for _ in range(60)]
             progress = {"session": "one", "outer_step": 4}
             for _ in range(3):
@@ -401,7 +393,6 @@ def test_heartbeats_are_answered_while_the_disk_stands_still(tmp_path, clock):
             assert not any(request.done() for request in waiting)
         assert all(request.result().status_code == 200 for request in waiting)
     service.close()
-    database.close()
 
 
 @pytest.mark.parametrize(
@@ -447,7 +438,7 @@ def test_who_changes_a_run_or_tries_to_is_written_down(client, caplog):
 
 
 @pytest.mark.slow
-def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
+def test_nothing_that_the_schema_allows_or_forbids_breaks_it(start):
     import schemathesis  # here, since that takes a second
     from hypothesis import HealthCheck, given
     from hypothesis import settings as hypothesis_settings
@@ -455,11 +446,11 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
     from schemathesis import GenerationMode
     from schemathesis.checks import not_a_server_error
 
-    client, database = make(tmp_path, clock, token=None)
+    client = start(token=None)
     # Something to hit: few of the names and keys that are drawn would be known else.
     post(client, "datasets", dataset_id="0", length=5, seed=0, unit_size=2)
     post(client, "streams", name="0", dataset_id="0", replica_id="0", session="0")
-    with database.transaction() as cursor:
+    with client.database.transaction() as cursor:
         cursor.execute("UPDATE streams SET key = 1")
     schema = schemathesis.openapi.from_asgi("/openapi.json", client.app)
     seen = set()
@@ -478,7 +469,6 @@ def test_nothing_that_the_schema_allows_or_forbids_breaks_it(tmp_path, clock):
                 case.validate_response(answer, checks=[not_a_server_error])
 
         check()
-    database.close()
     labels = {label for label, _ in seen}
     assert len(labels) == len(operations) > 10
     assert {kind for _, kind in seen} == {2, 4}
@@ -489,14 +479,14 @@ def test_the_page_keeps_the_token_out_of_the_address_bar(client):
     assert page.index("if (encoded) keepToken()") < page.index("history.replaceState(")
 
 
-def test_the_page_has_what_heartbeats_tell_and_what_the_folder_adds(tmp_path, clock):
+def test_the_page_has_what_heartbeats_tell_and_what_the_folder_adds(start):
     record = {
         "run_name": "quickstart",
         "groups": {"0": {"inner_share": 0.5, "error": "OSError: no"}, "1": {"phase": "finished"}},
         "losses": {"0": [[20, 3.0]]},
         "events": [{"time": 1.0, "text": "replica group 0: OSError: no"}],
     }
-    client, database = make(tmp_path, clock, record=lambda: record)
+    client = start(record=lambda: record)
     register(client)
     beat(
         client,
@@ -518,4 +508,3 @@ def test_the_page_has_what_heartbeats_tell_and_what_the_folder_adds(tmp_path, cl
     )
     assert page["losses"] == record["losses"] and page["run_name"] == "quickstart"
     assert page["events"] == status["events"] + record["events"]
-    database.close()

@@ -22,10 +22,11 @@ from composer_replication.coordinator.client import (
 )
 from composer_replication.coordinator.http_service import HttpService, Listener
 from composer_replication.coordinator.membership import Membership
-from composer_replication.coordinator.wire_types import SIGN, CommitReport, RunInfo, digests_of
+from composer_replication.coordinator.wire_types import SIGN, CommitReport, digests_of
 from composer_replication.options import ReplicaOptions
-from composer_replication.settings import DiLoCoSettings, SettingsMismatch
+from composer_replication.settings import SettingsMismatch
 from composer_replication.util import fence
+from coordinator.run_info import INFO
 
 GOOD = b'{"replica_id": "0", "unknown": []}'
 ODD = {
@@ -93,21 +94,6 @@ def service():
     service.close()
 
 
-def info_of(service: Service) -> RunInfo:
-    return RunInfo(
-        settings=DiLoCoSettings(),
-        settings_source="tiny.yaml",
-        num_replicas=2,
-        min_replicas=1,
-        lighthouse_addr=service.address,
-        heartbeat_timeout_s=3.0,
-        version="0",
-        torchft="0",
-        digest_every=10,
-        model_section=digests_of({"d_model": 8, "hub": {"token": "a-secret"}}),
-    )
-
-
 @pytest.mark.parametrize(("one", "other"), [
     ({"dropout": 0}, {"dropout": 0.0}),
     ({"labels": {0: "no", "other": "yes"}}, {"labels": {"other": "yes", "0": "no"}}),
@@ -126,7 +112,7 @@ def member_of(service, monkeypatch):
 
     def make(**changes) -> Membership:
         options = ReplicaOptions(replica_id="0", coordinator_addr=service.address)
-        info = replace(info_of(service), **changes)
+        info = replace(INFO, **changes)
         members.append(Membership(options, info, [{"w": torch.zeros(1)}], world_size=1))
         return members[-1]
 
@@ -276,7 +262,7 @@ def test_a_database_that_stands_still_delays_no_heartbeat_past_the_limit(service
     wait_for_heartbeats(service, 1)
     times = [when for when, path, _ in service.requests if path == HEARTBEAT]
     gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
-    assert max(gaps) < info_of(service).heartbeat_timeout_s
+    assert max(gaps) < INFO.heartbeat_timeout_s
 
 
 @pytest.mark.slow
@@ -318,9 +304,9 @@ def test_a_closed_connection_ends_the_wait_of_another_thread(service):
         ({"sync_every": 7}, "sync_every: 7 here, 100 there"),
     ],
 )
-def test_a_config_that_names_another_value_than_the_coordinator_is_refused(service, named, message):
+def test_a_config_that_names_another_value_than_the_coordinator_is_refused(named, message):
     with pytest.raises(SettingsMismatch, match=message):
-        info_of(service).check_settings(named, service.address)
+        INFO.check_settings(named, "http://head:2")
 
 
 @pytest.mark.parametrize(
@@ -331,27 +317,25 @@ def test_a_config_that_names_another_value_than_the_coordinator_is_refused(servi
         ({"d_model": 16, "hub": {"token": "another-secret"}}, "model.d_model, model.hub"),
     ],
 )
-def test_a_model_that_differs_is_named_by_its_keys_without_values(service, section, differing):
-    info = info_of(service)
-    assert "secret" not in str(info)
+def test_a_model_that_differs_is_named_by_its_keys_without_values(section, differing):
+    assert "secret" not in str(INFO)
     if not differing:
-        return info.check_model(section)
+        return INFO.check_model(section)
     with pytest.raises(ValueError, match=f"another model: {differing} of this config") as caught:
-        info.check_model(section)
+        INFO.check_model(section)
     assert "secret" not in str(caught.value) and "16" not in str(caught.value)
 
 
-def test_the_digests_of_the_run_are_those_of_the_coordinator_unless_a_group_names_its_own(service):
-    options = ReplicaOptions(replica_id="0", coordinator_addr=service.address)
-    assert info_of(service).adopt(options, {}).digest_every == 10
-    assert info_of(service).adopt(options, {"digest_every": 3}).digest_every == 3
+def test_the_digests_of_the_run_are_those_of_the_coordinator_unless_a_group_names_its_own():
+    options = ReplicaOptions(replica_id="0", coordinator_addr="http://head:2")
+    assert INFO.adopt(options, {}).digest_every == 10
+    assert INFO.adopt(options, {"digest_every": 3}).digest_every == 3
 
 
-def test_a_config_that_names_the_same_or_nothing_is_accepted(service):
-    info = info_of(service)
-    info.check_settings({"num_replicas": 2, "min_replica_size": 1}, service.address)
-    info.check_settings({"num_replicas": None, "timeout": 5.0}, service.address)
-    info.check_settings({"fragment_update_alpha": None}, service.address)
+def test_a_config_that_names_the_same_or_nothing_is_accepted():
+    INFO.check_settings({"num_replicas": 2, "min_replica_size": 1}, "http://head:2")
+    INFO.check_settings({"num_replicas": None, "timeout": 5.0}, "http://head:2")
+    INFO.check_settings({"fragment_update_alpha": None}, "http://head:2")
     rows = [{"outer_step": 3, "sync_every": 200}]  # a list, as in a YAML file
-    with_schedule = replace(info.settings, schedule=rows)
-    replace(info, settings=with_schedule).check_settings({"schedule": rows}, service.address)
+    with_schedule = replace(INFO, settings=replace(INFO.settings, schedule=rows))
+    with_schedule.check_settings({"schedule": rows}, "http://head:2")

@@ -91,7 +91,7 @@ def test_a_full_disk_is_an_error_of_that_call_alone(database, path):
     assert numbers(database) == [1, 2], "it goes on when there is space again"
 
 
-def test_a_file_that_cannot_be_written_is_a_storage_error(database, path):
+def test_a_file_that_cannot_be_written_is_a_storage_error(database):
     with database.transaction() as cursor:
         cursor.execute("PRAGMA query_only = ON")
     with pytest.raises(StorageError, match="make the file and its folder writable"):

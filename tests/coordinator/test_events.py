@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from composer_replication.coordinator.events import Events, Heartbeats
-from composer_replication.util.curves import MAX_DIGESTS, MAX_POINTS
+from composer_replication.util.curves import MAX_POINTS
 
 
 @pytest.fixture
@@ -81,15 +81,6 @@ def test_after_a_resume_digests_from_before_it_are_not_compared(history):
     assert history.agreement() is None
     tell(history, "1", 10, "again")
     assert history.agreement()["differing"] == []
-
-
-def test_memory_for_digests_has_a_bound(history):
-    for step in range(MAX_DIGESTS + 50):
-        tell(history, "0", step, "aa")
-    tell(history, "1", 49, "aa")
-    assert history.agreement() is None, "that step is forgotten"
-    tell(history, "1", MAX_DIGESTS, "aa")
-    assert history.agreement()["outer_step"] == MAX_DIGESTS
 
 
 def test_losses_are_read_while_heartbeats_add_groups(history):

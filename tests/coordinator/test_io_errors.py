@@ -71,7 +71,7 @@ def test_each_failure_of_the_coordinator_s_database_is_an_error_of_that_call_alo
     def run(name, fails_at):
         folder = tmp_path / name
         folder.mkdir()
-        client, database = make(folder, Clock())
+        client = make(folder, Clock())
         connection = made[-1]
         connection.code = sqlite3.SQLITE_IOERR if fails_at and fails_at % 2 else sqlite3.SQLITE_FULL
         connection.count, connection.fails_at = 0, fails_at
@@ -80,7 +80,7 @@ def test_each_failure_of_the_coordinator_s_database_is_an_error_of_that_call_alo
         answers += [
             client.get(f"/v1/{path}").json() for path in ("info", f"datasets/{C4['dataset_id']}")
         ]
-        database.close()
+        client.database.close()
         return answers, count
 
     answers, count = run("whole", None)

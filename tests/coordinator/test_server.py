@@ -4,13 +4,13 @@ Real: HTTP, SQLite, torchft's lighthouse, and a member of its quorum.
 """
 
 import os
-import shutil
-import subprocess
 from contextlib import ExitStack
 from dataclasses import replace
 
 import httpx
 import pytest
+from harness.certificate import make_certificate
+from harness.coordinators import coordinator_in
 from waiting import stop_accepting, wait_until
 
 from composer_replication.coordinator.client import (
@@ -20,10 +20,8 @@ from composer_replication.coordinator.client import (
 )
 from composer_replication.coordinator.database import StorageError
 from composer_replication.coordinator.page import PAGE_DATA, write_report_html
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.coordinator.wire_types import DatasetSpec
 from composer_replication.replica.lighthouse import read_status
-from composer_replication.settings import DiLoCoSettings
 from composer_replication.util.json_files import read_json
 
 
@@ -33,12 +31,8 @@ def start(tmp_path):
     with ExitStack() as started:
 
         def start(folder="state", **arguments):
-            arguments = {"bind": "127.0.0.1:0", "tokens": ["secret"]} | arguments
-            coordinator = Coordinator(
-                DiLoCoSettings(), "x.yaml", num_replicas=2, state_dir=tmp_path / folder, **arguments
-            )
-            started.callback(coordinator.shutdown)
-            return coordinator
+            arguments = {"tokens": ["secret"]} | arguments
+            return started.enter_context(coordinator_in(tmp_path / folder, **arguments))
 
         yield start
 
@@ -136,18 +130,7 @@ def test_on_loopback_without_a_token_a_web_page_cannot_read_the_run(start):
 
 @pytest.fixture
 def certificate(tmp_path):
-    """For localhost, signed by itself."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    options = "-newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext".split()
-    names = ["subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run(
-        ["openssl", "req", "-x509", *options, *names, "-keyout", key, "-out", cert],
-        check=True,
-        capture_output=True,
-    )
-    return {"ssl_certfile": cert, "ssl_keyfile": key}
+    return make_certificate(tmp_path)
 
 
 def test_a_client_trusts_the_ca_that_ssl_cert_file_names(start, certificate, monkeypatch):

@@ -12,9 +12,9 @@ from composer_replication.coordinator.events import Events
 from composer_replication.coordinator.registry import Registry
 from composer_replication.coordinator.streams import Streams
 from composer_replication.coordinator.tables import UnknownStream
+from coordinator.run_info import VERSIONS
 
 TIMEOUT_S = 3.0
-VERSIONS = {"composer_replication": "0.1.0", "torchft": "2026.10.26"}
 UNIT_SIZE = 8
 
 

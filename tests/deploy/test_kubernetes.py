@@ -24,8 +24,6 @@ MANIFESTS = [
     for path in sorted(DEPLOY.glob("*.yaml"))
     for manifest in yaml.safe_load_all(path.read_text())
 ]
-FREE = ("labels", "annotations", "matchLabels", "selector", "limits", "requests", "stringData")
-"""Fields whose keys are not in the schema."""
 
 
 class Invalid(Exception):

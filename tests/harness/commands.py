@@ -156,12 +156,12 @@ class Launch:
     def folder(self, replica_id: int) -> Path:
         return self.run_dir / f"replica_{replica_id}"
 
-    def wait_until(self, is_so: Callable[[], object]) -> None:
-        def look() -> object:
+    def wait_until(self, is_so: Callable[[], Any]) -> Any:
+        def look() -> Any:
             assert self.process.poll() is None, self.said()
             return is_so()
 
-        wait_until(look, said=self.said)
+        return wait_until(look, said=self.said)
 
     def stop(self) -> None:
         """Let the groups end at their next sync."""

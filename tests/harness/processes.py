@@ -9,7 +9,6 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,12 +21,10 @@ from common import plain_sgd
 from forked import begin_fork, context
 from harness.groups import Group
 from torch import nn
-from torchft.process_group import reconfigure_with_store
 
 from composer_replication.replica.factory import make_manager
 from composer_replication.replica.lighthouse import read_status, start_lighthouse
 from composer_replication.replica.manager import ReplicaManager
-from composer_replication.replica.process_group import host_store, make_process_group
 from composer_replication.simulation.simulation import SimulatedReplica
 
 PLAIN = plain_sgd()
@@ -125,16 +122,6 @@ class Process:
     def kill(self) -> None:
         """End this process as a power cut would."""
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def connected_pair(timeout_s: float, hostname: str | None = None) -> tuple[list[Any], Any]:
-    """Two process groups of this process that are connected over gloo, and the store they need."""
-    store = host_store("localhost")
-    ranks = [make_process_group("gloo", timeout_s, hostname) for _ in range(2)]
-    address = f"localhost:{store.port}/both"
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(lambda r: reconfigure_with_store(ranks[r], address, r, 2), range(2)))
-    return ranks, store
 
 
 class GroupFailed(AssertionError):

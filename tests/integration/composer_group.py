@@ -6,21 +6,15 @@ test_composer_launchers.py.
 """
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 
 import torch
-from common import batch
-from composer import Callback, Trainer
-from composer.algorithms import EMA
+from composer import Callback
 from composer.loggers import LoggerDestination
 from composer.utils import dist
-from harness.trainers import TinyModel
-from integration.composer_ranks import digest_of
-from torch.utils.data import DataLoader, TensorDataset
-from torchft.data import DistributedSampler
+from integration.composer_ranks import digest_of, train
 
 from composer_replication import DiLoCoCallback
 
@@ -69,31 +63,23 @@ class BrokenOnOneRank(LoggerDestination):
 
 def main(out):
     dist.initialize_dist("cpu")
-    group, rank = int(os.environ["REPLICA_GROUP_ID"]), dist.get_global_rank()
+    rank = dist.get_global_rank()
     assert dist.get_world_size() == 2
-    # Other initial weights in each of the six ranks. DDP levels them inside a group; between the
-    # groups the cold start has to.
-    model = TinyModel(seed=10 * group + rank)
-    dataset = TensorDataset(*batch(0, 0, size=6 * 7 * 8))
-    sampler = DistributedSampler(
-        dataset, replica_rank=group, num_replica_groups=3, group_rank=rank, num_replicas=2
-    )
     diloco = DiLoCoCallback(sync_every=2, timeout=30.0, start_timeout_s=90.0, run_dir=out)
-    trainer = Trainer(
-        model=model,
-        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-2),
-        train_dataloader=DataLoader(dataset, batch_size=8, sampler=sampler),
+    group = int(diloco.options.replica_id or 0)
+    found = train(
+        diloco,
+        Record(diloco, Path(out) / f"{group}_{rank}.jsonl"),
+        ema="2ba",
+        groups=3,
+        # Other initial weights in each of the six ranks. DDP levels them inside a group; between
+        # the groups the cold start has to.
+        seed=10 * group + rank,
         max_duration="10000ba",
-        callbacks=[diloco, Record(diloco, Path(out) / f"{group}_{rank}.jsonl")],
-        algorithms=EMA(half_life="2ba"),
+        schedulers=None,
         loggers=BrokenOnOneRank(),
-        device="cpu",
-        progress_bar=False,
-        auto_log_hparams=False,
     )
-    trainer.fit()
-    trainer.close()
-    (Path(out) / f"{group}_{rank}.result.json").write_text(json.dumps(diloco.result))
+    (Path(out) / f"{group}_{rank}.result.json").write_text(json.dumps(found["result"]))
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def digest_of(named):
     return digest.hexdigest()
 
 
-def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, **more):
+def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, seed=3, **more):
     """Train this rank; what it has held, and how it ended.
 
     Args:
@@ -90,6 +90,7 @@ def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, **m
         fsdp: The type of FSDP's checkpoints; None under DDP.
         ema: The half-life of an average of the weights; None without it.
         groups: How many share the ten batches of an epoch.
+        seed: Of the initial weights.
         **more: Of the Trainer; and ``dtype``, of the model.
     """
     torch.manual_seed(0)
@@ -103,12 +104,11 @@ def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, **m
         group_rank=dist.get_global_rank(),
         num_replicas=ranks,
     )
-    model = TinyModel(seed=3, dtype=getattr(torch, more.pop("dtype", "float32")))
+    model = TinyModel(seed=seed, dtype=getattr(torch, more.pop("dtype", "float32")))
     record = Record(diloco)
     trainer = Trainer(
         model=model,
         optimizers=OPTIMIZERS[optimizer](model.parameters()),
-        schedulers=CosineAnnealingScheduler(t_max="20ba"),
         train_dataloader=DataLoader(dataset, 8 // ranks, sampler=sampler),
         eval_dataloader=DataLoader(dataset, 8, sampler=dist.get_sampler(dataset)),
         callbacks=[diloco, record, *others],
@@ -118,7 +118,7 @@ def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, **m
         parallelism_config={"fsdp": {"state_dict_type": fsdp}} if fsdp else None,
         progress_bar=False,
         auto_log_hparams=False,
-        **{"eval_interval": "100ba"} | more,
+        **{"eval_interval": "100ba", "schedulers": CosineAnnealingScheduler(t_max="20ba")} | more,
     )
     trainer.fit()
     trainer.close()

@@ -46,8 +46,13 @@ class Memory(ComposerModel):
         return outputs
 
 
-def train(plan):
-    """The process of a rank of a group. It ends when the epochs are over."""
+def train(plan, *others):
+    """The process of a rank of a group. It ends with the epoch.
+
+    Args:
+        plan: Of the run; with ``saves``, the Trainer's own words for it, from what it has saved.
+        *others: Callbacks beside ours.
+    """
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
     diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
     folder = f"{plan['run_dir']}/replica_{os.environ['REPLICA_GROUP_ID']}"
@@ -56,12 +61,12 @@ def train(plan):
         optimizers=torch.optim.SGD(model.parameters(), lr=1.0),
         train_dataloader=ReplicaDataLoader(
             range(plan["length"]),
-            batch_size=plan["batch_size"],
+            batch_size=4,
             dataset_id="ids",
-            unit_size=plan["unit_size"],
+            unit_size=64,
         ),
-        max_duration=f"{plan['epochs']}ep",
-        callbacks=[diloco],
+        max_duration="1ep",
+        callbacks=[diloco, *others],
         device="cpu",
         seed=1,
         progress_bar=False,
@@ -71,11 +76,9 @@ def train(plan):
                 "run_name": "leased",
                 "autoresume": True,
                 "save_folder": f"{folder}/checkpoints",
-                "save_interval": plan["save_interval"],
-                "save_overwrite": True,
-                "save_num_checkpoints_to_keep": plan.get("keeps", 3),
+                **plan["saves"],
             }
-            if "save_interval" in plan
+            if "saves" in plan
             else {}
         ),
     )

@@ -28,7 +28,7 @@ LAUNCHERS = [commands.COMPOSER, commands.TORCHRUN, None]
 
 
 @contextmanager
-def running(folder: Path, *arguments: object):
+def running(folder: Path):
     """Groups, and a function that starts one of them again; none outlives this."""
     lighthouse = start_lighthouse(heartbeat_timeout_ms=2_000)
 
@@ -38,7 +38,6 @@ def running(folder: Path, *arguments: object):
             len(RANKS),
             SCRIPT,
             folder,
-            *arguments,
             folder=folder,
             launcher=LAUNCHERS[group],
             NUM_REPLICA_GROUPS=str(len(LAUNCHERS)),

@@ -8,13 +8,13 @@ from threading import Event
 import httpx
 import pytest
 import torch
+from harness.coordinators import coordinator_in
 from harness.processes import Process, run_groups
 
 from composer_replication.coordinator.client import RejectedByCoordinatorError
 from composer_replication.coordinator.membership import Membership, ask_for_run
 from composer_replication.coordinator.server import Coordinator
 from composer_replication.options import ReplicaOptions
-from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 
@@ -50,16 +50,15 @@ def be_another_a(coordinator: Coordinator, is_over: Event) -> None:
 
 
 def test_every_rank_hears_that_another_group_has_its_name(tmp_path):
-    coordinator = Coordinator(
-        DiLoCoSettings(), "x.yaml", num_replicas=1, state_dir=tmp_path / "state", bind="127.0.0.1:0"
-    )
     is_over = Event()
-    with ThreadPoolExecutor(1) as pool:
+    with (
+        coordinator_in(tmp_path / "state", num_replicas=1) as coordinator,
+        ThreadPoolExecutor(1) as pool,
+    ):
         another = pool.submit(be_another_a, coordinator, is_over)
         try:
             said = run_groups(be_a, RANKS, address=coordinator.address, folder=str(tmp_path))
         finally:
             is_over.set()
         another.result()
-    coordinator.shutdown()
     assert len(said) == RANKS and all("'a' is alive" in text for text in said)

@@ -24,8 +24,6 @@ from composer_replication.launch.output import BAD_INPUT, FAILED
 pytestmark = pytest.mark.integration
 
 TOKEN = "a-secret"
-NO_TLS = False
-"""For httpx, which would read the system's certificates for each request: 24 ms of a processor."""
 
 
 def config_of(diloco: str) -> str:
@@ -34,32 +32,16 @@ def config_of(diloco: str) -> str:
     return text_job(f"max_duration: 100000ba\n{callbacks}\n", n_layers=2, batch=8)
 
 
-def command(
-    *arguments: object, start: type[subprocess.Popen] = subprocess.Popen, **environ: str
-) -> subprocess.Popen[str]:
-    """Start one of ours; as a ``ForkedCommand`` it need not import."""
+def command(*arguments: object, **environ: str) -> ForkedCommand:
+    """Start one of ours."""
     own = {name: v for name, v in paced(0.04).items() if not name.startswith("COMPOSER_")}
-    return start(
+    return ForkedCommand(
         [sys.executable, "-m", "composer_replication", *map(str, arguments)],
-        env=own | {"OMP_NUM_THREADS": "1", "COMPOSER_REPLICATION_TOKEN": TOKEN} | environ,
+        env=own | {"COMPOSER_REPLICATION_TOKEN": TOKEN} | environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-
-
-def info_of(process: subprocess.Popen[str], address: str, token: str) -> httpx.Response:
-    """What a coordinator says of the run, as soon as it answers."""
-
-    def ask() -> httpx.Response | None:
-        assert process.poll() is None, process.communicate()[0]
-        with suppress(httpx.TransportError):
-            headers = {"Authorization": f"Bearer {token}"}
-            return httpx.get(f"{address}/v1/info", headers=headers, verify=NO_TLS)
-
-    found = wait_until(ask)
-    assert found is not None
-    return found
 
 
 class Run:
@@ -78,38 +60,37 @@ class Run:
         (folder / "groups.yaml").write_text(config_of(own))
         self.port = free_port()
         self.address = f"http://127.0.0.1:{self.port}"
-        self.processes: list[subprocess.Popen[str]] = []
+        self.processes: list[ForkedCommand] = []
         self.coordinator = self.start_coordinator()
 
-    def start_coordinator(self) -> subprocess.Popen[str]:
+    def start_coordinator(self) -> ForkedCommand:
+        """It answers."""
         options = ["--bind", f"127.0.0.1:{self.port}", "--state-dir", self.folder / "state"]
         options += ["--replicas", self.replicas]
-        process = command("coordinator", self.config, *options, start=ForkedCommand)
+        process = command("coordinator", self.config, *options)
         self.processes.append(process)
-        info_of(process, self.address, TOKEN)
+
+        def ask() -> dict | None:
+            assert process.poll() is None, process.communicate()[0]
+            with suppress(httpx.TransportError):
+                return self.status()
+
+        wait_until(ask)
         return process
 
-    def ask(self, method: str, path: str, **request) -> httpx.Response:
+    def status(self) -> dict:
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        url = self.address + path
-        return httpx.request(method, url, headers=headers, verify=NO_TLS, **request)
+        # Else it would read the system's certificates each time: 24 ms of a processor.
+        return httpx.get(f"{self.address}/v1/status", headers=headers, verify=False).json()
 
-    def start(
-        self,
-        replica_id: int | str,
-        *overrides: str,
-        start: type[subprocess.Popen] = ForkedCommand,
-        **environ: str,
-    ):
+    def start(self, replica_id: int, *overrides: str, **environ: str) -> ForkedCommand:
         place = {
             "REPLICA_GROUP_ID": str(replica_id),
             "COMPOSER_REPLICATION_COORDINATOR": self.address,
         }
         run_dir = f"run_dir={self.folder / 'run'}"
         process = command(
-            *("train", self.folder / "groups.yaml", run_dir, *overrides),
-            start=start,
-            **place | environ,
+            "train", self.folder / "groups.yaml", run_dir, *overrides, **place | environ
         )
         self.processes.append(process)
         return process
@@ -136,11 +117,6 @@ def start(tmp_path):
         process.communicate()
 
 
-@pytest.fixture
-def run(start):
-    return start()
-
-
 MISFITS = {
     "another setting": (
         ["callbacks.diloco.outer_lr=0.3"],
@@ -161,13 +137,14 @@ MISFITS = {
 }
 
 
-def test_misfits_are_refused_and_those_in_training_lose_no_step(run, tmp_path):
+def test_misfits_are_refused_and_those_in_training_lose_no_step(start, tmp_path):
+    run = start()
     groups = [run.start(i) for i in range(2)]
     run.wait_for_syncs(3)
     misfits = {}
     for name, (overrides, environ, _) in MISFITS.items():
         overrides = [*overrides, f"run_dir={tmp_path / 'misfit'}"]
-        misfits[name] = run.start(2, *overrides, start=ForkedCommand, **environ)
+        misfits[name] = run.start(2, *overrides, **environ)
     for name, process in misfits.items():
         output, _ = process.communicate(timeout=240)
         # A name may be free the next time: the supervisor of a group tries again.
@@ -200,13 +177,13 @@ def test_groups_go_on_while_the_coordinator_is_dead_and_are_known_when_it_is_bac
         run.coordinator.send_signal(signal.SIGKILL)
         run.coordinator.wait()
         options = ["--set", "outer_lr=0.3", "--state-dir", run.folder / "state"]
-        said, _ = command("coordinator", run.config, *options, start=ForkedCommand).communicate()
+        said, _ = command("coordinator", run.config, *options).communicate()
         assert "outer_lr 0.7 before, 0.3 now" in said and "--new-settings" in said, said
         run.coordinator = run.start_coordinator()
         run.wait_for_syncs(3)
 
     def replicas():
-        return run.ask("GET", "/v1/status").json()["replicas"]
+        return run.status()["replicas"]
 
     wait_until(
         lambda: [r["is_alive"] and bool(r.get("outer_step")) for r in replicas()] == [True, True],

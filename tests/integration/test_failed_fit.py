@@ -11,23 +11,23 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from composer import Callback
+from harness.coordinators import coordinator_in
 from harness.trainers import STREAMING, Each, train, trainer_of
 from torch.utils.data import TensorDataset
 
 from composer_replication import ReplicaDataLoader
 from composer_replication.callback import DiLoCoCallback
 from composer_replication.coordinator.client import CoordinatorClient
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.diloco.averaging.weighted_mean import WeightedMean
 from composer_replication.replica.interruptible_manager import InterruptibleWork
 from composer_replication.replica.lighthouse import start_lighthouse
-from composer_replication.settings import DiLoCoSettings
 
 pytestmark = pytest.mark.integration
 
@@ -68,15 +68,15 @@ def diloco(lighthouse_addr, **arguments):
     return DiLoCoCallback(lighthouse_addr=lighthouse_addr, **defaults | arguments)
 
 
-def fails_after(*batches):
-    """Raises at the ends of these batches, once each."""
-    left = list(batches)
+class RaisesIn(Callback):
+    """Raises in this event of the batches after so many, once each."""
 
-    def look(state):
-        if left and state.timestamp.batch.value == left[0]:
-            raise Broken(f"after batch {left.pop(0)}")
+    def __init__(self, event, *batches):
+        self._event, self._left = event, [*batches]
 
-    return Each(look)
+    def run_event(self, event, state, logger):
+        if event.name == self._event and self._left[:1] == [state.timestamp.batch.value]:
+            raise Broken(self._left.pop(0))
 
 
 def side_by_side(*groups):
@@ -135,7 +135,7 @@ def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
 ):
     def train_through(*failures):
         callback = diloco(lighthouse_addr, **STREAMING | {"sync_every": 6})
-        trainer = trainer_of(callback, fails_after(*failures), max_duration="13ba")
+        trainer = trainer_of(callback, RaisesIn("BATCH_END", *failures), max_duration="13ba")
         for _ in failures:
             with pytest.raises(Broken):
                 trainer.fit()
@@ -150,18 +150,6 @@ def test_the_next_fit_of_the_same_trainer_goes_on_where_the_failed_one_stopped(
     assert in_parts["inner_steps"] == whole["inner_steps"] == 13
 
 
-class RaisesIn(Callback):
-    """Raises once, inside the batch after so many."""
-
-    def __init__(self, event, batch):
-        self._event, self._batch = event, batch
-
-    def run_event(self, event, state, logger):
-        if event.name == self._event and state.timestamp.batch.value == self._batch:
-            self._batch = None
-            raise Broken(self._event)
-
-
 @pytest.mark.parametrize("where", ["AFTER_DATALOADER", "AFTER_LOSS", "BATCH_END"])
 def test_a_fit_that_fails_inside_a_batch_skips_no_sample_of_it(where, tmp_path):
     length, trained = 44, []
@@ -170,30 +158,18 @@ def test_a_fit_that_fails_inside_a_batch_skips_no_sample_of_it(where, tmp_path):
     loader = ReplicaDataLoader(dataset, 4, dataset_id="d", unit_size=5)
     # Of a batch whose end raises the inner step is done: it stands before the look.
     look = Each(lambda state: trained.append(state.batch[2].tolist()))
-    settings, bind = DiLoCoSettings(sync_every=2), "127.0.0.1:0"
-    coordinator = Coordinator(settings, "x.yaml", num_replicas=1, state_dir=tmp_path, bind=bind)
-    try:
+    with coordinator_in(tmp_path, sync_every=2, num_replicas=1) as coordinator:
         callback = diloco(None, coordinator_addr=coordinator.address)
         trainer = trainer_of(callback, look, RaisesIn(where, 7), max_duration="2ep")
         with pytest.raises(Broken):
             trainer.fit(train_dataloader=loader)
         trainer.fit()
         trainer.close()
-        [*_, epoch] = epochs = coordinator_epochs(coordinator.address)
-        assert len(epochs) == 2 and epoch["done"] == length
-    finally:
-        coordinator.shutdown()
+        with closing(CoordinatorClient(coordinator.address, None)) as client:
+            [_, epoch] = client.progress("d")
+        assert epoch["done"] == length
     assert sorted(sum(trained, [])) == sorted([*range(length)] * 2)
     assert callback.result["inner_steps"] == len(trained)
-
-
-def coordinator_epochs(address):
-    """How much of each epoch the coordinator has heard to be in the model."""
-    client = CoordinatorClient(address, None)
-    try:
-        return client.progress("d")
-    finally:
-        client.close()
 
 
 def test_ctrl_c_in_a_sync_costs_nothing_but_the_attempt(lighthouse_addr, monkeypatch):
@@ -245,7 +221,7 @@ def test_fits_that_follow_each_other_start_at_once_and_leave_nothing(lighthouse_
 def test_a_group_that_leaves_and_comes_back_hurts_nobody(lighthouse_addr, pause_s, caplog):
     def comes_back():
         callback = diloco(lighthouse_addr, num_replicas=2)
-        trainer = trainer_of(callback, fails_after(5), max_duration="40ba")
+        trainer = trainer_of(callback, RaisesIn("BATCH_END", 5), max_duration="40ba")
         with pytest.raises(Broken):
             trainer.fit()
         time.sleep(pause_s)

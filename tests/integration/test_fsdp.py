@@ -6,7 +6,6 @@ tensor that two ranks cannot share equally makes their shards unequal.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from common import Buffered, TinyMLP, batch, mse, muon_by_shape
 from harness.processes import Process, run_groups
+from integration.composer_ranks import digest_of
 from torch.distributed.fsdp import fully_shard
 
 pytestmark = pytest.mark.integration
@@ -61,13 +61,8 @@ def shard_and_train(process: Process, folder: str) -> list[tuple[int, str]]:
 
 
 def _digest_of_all(model: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
-    for _, parameter in sorted(model.named_parameters()):
-        whole = parameter.full_tensor()  # type: ignore[operator]
-        digest.update(whole.detach().numpy().tobytes())
-    for buffer in model.buffers():
-        digest.update(buffer.numpy().tobytes())
-    return digest.hexdigest()
+    whole = [(name, p.full_tensor()) for name, p in model.named_parameters()]  # type: ignore[operator]
+    return digest_of([*whole, *model.named_buffers()])
 
 
 def test_sharded_groups_are_equal_also_one_that_healed_from_two_donors(tmp_path: Path):

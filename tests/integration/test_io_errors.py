@@ -43,7 +43,8 @@ def folders(tmp_path):
 
 
 def names_the_file(error, failed):
-    return failed.split()[1].lstrip(".").removesuffix(".part") in str(error)
+    name = failed.split()[1].lstrip(".").removesuffix(".part")
+    return isinstance(error, OSError) and name in str(error)
 
 
 @pytest.mark.slow
@@ -63,7 +64,7 @@ def test_training_survives_each_failure_and_loses_no_line(disk, folders, monkeyp
         syncs = syncs_of(folder)
         if error is not None and not syncs:
             # Before the group knows of others, and they of it.
-            assert isinstance(error, OSError) and names_the_file(error, failed)
+            assert names_the_file(error, failed)
             return
         assert error is None and [sync["diloco/outer_step"] for sync in syncs] == [1, 2]
         if events_of(folder, "end"):
@@ -105,10 +106,6 @@ def test_a_group_goes_on_where_it_was_at_each_failure(disk, folders):
     assert "read events.jsonl" in each_failure(disk, prepare, start, judge)
 
 
-def console_of_nobody():
-    return Console(file=io.StringIO())
-
-
 def prepared_run(folders):
     run_dir = folders()
     for replica_id in range(2):
@@ -134,7 +131,7 @@ def test_a_start_works_or_ends_with_the_error_that_names_the_file(disk, folders,
         if error is None:
             assert load_config(run_dir / CONFIG) == config
         else:
-            assert isinstance(error, OSError) and names_the_file(error, failed)
+            assert names_the_file(error, failed)
 
     each_failure(disk, lambda: prepared_run(folders), start, judge)
 
@@ -154,7 +151,7 @@ def test_the_launcher_survives_each_failure_while_groups_train(disk, folders, mo
         return run_dir
 
     def watch(run_dir):
-        display = Display(console_of_nobody(), LiveRun(run_dir, range(2)))
+        display = Display(Console(file=io.StringIO()), LiveRun(run_dir, range(2)))
 
         def show(groups, looks):
             display.refresh(is_last=True)
@@ -180,6 +177,6 @@ def test_a_report_is_made_or_ends_with_the_error_that_names_the_file(disk, folde
         if error is None:
             assert json.loads((run_dir / "summary.json").read_text())["outer_steps"] == 1
         else:
-            assert isinstance(error, OSError) and names_the_file(error, failed)
+            assert names_the_file(error, failed)
 
     each_failure(disk, lambda: prepared_run(folders), report, judge)

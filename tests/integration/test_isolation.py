@@ -36,9 +36,8 @@ LOST = ConnectionError("all connections are lost")
 def train(
     group: Process,
     trouble: Callable[[Process, ReplicaManager], None],
-    options: dict[str, Any] | None = None,
-    settings: dict[str, Any] | None = None,
     first: int = 1,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train with trouble after the first syncs; say how it went.
 
@@ -51,9 +50,7 @@ def train(
     ended, last, longest = None, time.monotonic(), 0.0
     connected: list[int] = []
     try:
-        with group.training(
-            model, 1, options={"timeout": 60.0} | (options or {}), **settings or {}
-        ) as own:
+        with group.training(model, 1, options={"timeout": 60.0}, **settings) as own:
             manager = own.manager
             count_connections(manager, connected)
             has_begun = False
@@ -187,7 +184,7 @@ def one_hangs(group: Process) -> dict[str, Any]:
         if group.replica_id == 1:
             time.sleep(1000)
 
-    return train(group, trouble, settings={"hang_timeout_s": 3.0}, first=0)
+    return train(group, trouble, first=0, hang_timeout_s=3.0)
 
 
 @pytest.mark.alone
@@ -202,8 +199,7 @@ def one_resumes_and_cannot_heal(group: Process) -> dict[str, Any]:
         group.signal.set()
 
     if group.replica_id < 2:
-        settings = {"num_replicas": 2, "max_sync_retries": 0}
-        return train(group, trouble, settings=settings, first=2)
+        return train(group, trouble, first=2, num_replicas=2, max_sync_retries=0)
     group.signal.wait(30)
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -39,9 +39,6 @@ class LeaseRun(Run):
             "length": 4000,
             "fragments": 1,
             "step_s": 0.02,
-            "batch_size": 4,
-            "unit_size": 64,
-            "epochs": 1,
             "ranks": 1,
         } | plan
         super().__init__(folder)
@@ -86,9 +83,6 @@ class LeaseRun(Run):
 
     def wait_until(self, is_so):
         wait_until(is_so, 400, self.status)
-
-    def status(self):
-        return self.ask("GET", "/v1/status").json()
 
     def those_in_training(self):
         """By themselves: to the coordinator a group that was killed trains until it is missed."""
@@ -224,7 +218,8 @@ def test_a_group_that_was_stopped_loses_its_steps_and_others_train_on_their_samp
 
 def test_everything_is_killed_and_resumed_from_checkpoints(run_of):
     """Twice; the second time the coordinator too, and one of the groups has no checkpoint."""
-    run = run_of(2, length=3600, fragments=2, save_interval="30ba")
+    saves = {"save_interval": "30ba", "save_num_checkpoints_to_keep": 3, "save_overwrite": True}
+    run = run_of(2, length=3600, fragments=2, saves=saves)
     reported = []  # to the coordinator, when all were dead
     for kills in range(3):
         run.start_groups()

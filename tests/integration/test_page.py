@@ -39,11 +39,19 @@ def axe(pytestconfig):
         pytest.skip(str(missing))
 
 
+def page_of(run_dir):
+    """The address of its saved page."""
+    return write_page(open_run(run_dir)).as_uri()
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    return write_page(
-        open_run(recorded_run.write_run(tmp_path_factory.mktemp("runs") / "run"))
-    ).as_uri()
+    return page_of(recorded_run.write_run(tmp_path_factory.mktemp("runs") / "run"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return recorded_run.write_run(tmp_path / "run")
 
 
 @pytest.fixture
@@ -117,17 +125,16 @@ def written(folder, *, losses=(), fruitless=0):
     write_events(folder / "replica_0", "sync", *lines)
     end = {"inner_steps": 10 * len(lines), "outer_steps": len(losses), "global_digest": "28" * 32}
     write_events(folder / "replica_0", "end", end)
-    return write_page(open_run(folder)).as_uri()
+    return page_of(folder)
 
 
 def test_at_400_pixels_numbers_are_whole_and_a_long_error_is_two_lines_until_it_is_opened(
-    open_page, axe, tmp_path
+    open_page, axe, folder
 ):
-    folder = recorded_run.write_run(tmp_path / "run")
     text = "NothingToContinueFromError: this run has taken 40 outer steps, and " + 300 * "so on "
     error = {"time": recorded_run.sync_time(recorded_run.SYNCS + 1), "error": text}
     write_events(folder / "replica_2", "error", error)
-    page = open_page(write_page(open_run(folder)).as_uri(), 400)
+    page = open_page(page_of(folder), 400)
     cell = page.locator("#groups td.error").nth(2)
     assert cell.bounding_box()["height"] < 70 and violations(page, axe) == []
     cell.locator("summary").click()
@@ -136,29 +143,27 @@ def test_at_400_pixels_numbers_are_whole_and_a_long_error_is_two_lines_until_it_
     assert max(heights) < 40, "a heading is broken into several lines"
 
 
-def test_of_a_run_that_was_stopped_no_group_is_lost_and_no_time_is_left(open_page, tmp_path):
-    folder = recorded_run.write_run(tmp_path / "run")
+def test_of_a_run_that_was_stopped_no_group_is_lost_and_no_time_is_left(open_page, folder):
     at = recorded_run.sync_time(recorded_run.SYNCS + 1)
     progress = {"batch": 400, "max_batches": 800, "steps_per_second": 5.0}
     for group, phase in enumerate(["stopped", "training", "sync"]):
         write_events(folder / f"replica_{group}", "start", recorded_run.start(at, at))
         write_group(folder, group, phase=phase, **progress)
-    page = open_page(write_page(open_run(folder)).as_uri())
+    page = open_page(page_of(folder))
     page.get_by_role("heading", name="Ended early").wait_for()
     assert page.locator("#facts").inner_text().endswith("3 groups, 3 stopped")
     assert page.locator("#bar").inner_text().strip() == "400 of 800 batches"
     assert "lost" not in page.locator("#groups").inner_text()
 
 
-def test_a_fold_that_is_open_stays_with_its_text_and_failed_groups_are_counted(open_page, tmp_path):
-    folder = recorded_run.write_run(tmp_path / "run")
+def test_a_fold_that_is_open_stays_with_its_text_and_failed_groups_are_counted(open_page, folder):
     for group, phase in enumerate(["failed", "left out"]):
         (folder / f"replica_{group}" / "status.json").write_text(f'{{"phase": "{phase}"}}')
         at = recorded_run.sync_time(recorded_run.SYNCS + 1 + group)
         error = {"time": at, "error": f"{group}: {60 * 'so on '}"}
         write_events(folder / f"replica_{group}", "start", recorded_run.start(at, at))
         write_events(folder / f"replica_{group}", "error", error)
-    page = open_page(write_page(open_run(folder)).as_uri())
+    page = open_page(page_of(folder))
     assert "2 failed" in page.locator("#facts").inner_text()
     assert "stopped" not in page.locator("#facts").inner_text()
     page.locator("#events summary").first.click()
@@ -219,12 +224,6 @@ def launched(tmp_path):
         yield launch
 
 
-def address_of(launch):
-    address = re.compile(r"(?m)^Page: (http://\S+)\s")
-    launch.wait_until(lambda: address.search(launch.said()))
-    return address.search(launch.said())[1]
-
-
 def check_run(page):
     """What the page shows of the launched run, live as saved."""
     page.locator("#agreement").filter(has_text="equal in 2 groups at outer step").wait_for()
@@ -241,7 +240,8 @@ def check_run(page):
 def test_a_run_live_and_the_same_page_saved_in_the_middle_and_at_the_end(
     open_page, axe, launched, tmp_path
 ):
-    page = open_page(address_of(launched))
+    address = re.compile(r"(?m)^Page: (http://\S+)\s")
+    page = open_page(launched.wait_until(lambda: address.search(launched.said()))[1])
     page.set_default_timeout(240_000)
     page.locator("#token").fill("wrong")
     page.keyboard.press("Enter")

@@ -7,21 +7,18 @@ real groups come to the same bits, and to those of an independent implementation
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import time
 from collections.abc import Callable
 from functools import partial
-from threading import Timer
 from typing import Any
 
 import pytest
 import torch
 from common import Constant, take_step
 from harness.groups import Group
-from harness.processes import Process, connected_pair, run_groups
+from harness.processes import Process, run_groups
+from integration.composer_ranks import digest_of
 from torch import nn
-from torch.distributed import AllreduceOptions
 
 from composer_replication import simulate
 from composer_replication.diloco import division
@@ -112,10 +109,7 @@ def digests_of_vanilla_diloco() -> list[str]:
             for own in draws:
                 for parameter, value in zip(own.parameters, theta, strict=True):
                     parameter.copy_(value)
-        digest = hashlib.sha256()
-        for _, value in sorted(zip(names, theta, strict=True), key=lambda pair: pair[0]):
-            digest.update(value.detach().numpy().tobytes())
-        digests.append(digest.hexdigest())
+        digests.append(digest_of(zip(names, theta, strict=True)))
     return digests
 
 
@@ -234,29 +228,3 @@ def test_nobody_waits_for_the_messages_of_a_group_that_has_given_up():
         assert [report[:2] for report in reports] == [(3, 0), (3, 1)]
         assert reports[1][2] < TIMEOUT_S / 2
         assert reports[1][3] == pytest.approx([-6.0, -6.0], rel=1e-5)
-
-
-# ---- traps ----------------------------------------------------------------------------------
-
-
-def drop_a_process_group_that_waits_for_a_thread(group: Process, way: str) -> float:
-    ranks, _store = connected_pair(20.0)
-
-    def allreduce(rank: int) -> None:
-        ranks[rank].allreduce([torch.ones(4)], AllreduceOptions())
-
-    allreduce(0)
-    Timer(0.5, allreduce, args=[1]).start()
-    began = time.monotonic()
-    getattr(ranks[0], way)()  # its end waits for rank 1, which is a thread of this process
-    return time.monotonic() - began
-
-
-@pytest.mark.alone
-@pytest.mark.parametrize("way", ["abort", "shutdown"])
-def test_leaving_a_process_group_does_not_stop_the_other_threads(way):
-    # torch before 2.8 holds the interpreter lock while gloo's threads finish
-    # (github.com/pytorch/pytorch/pull/154976). If one of them then needs it, to drop a Python
-    # callback, neither goes on: of 500 managers shut down right after a sync, one hung for ever.
-    [seconds] = run_groups(drop_a_process_group_that_waits_for_a_thread, num_replicas=1, way=way)
-    assert seconds < 10.0

@@ -28,6 +28,8 @@ from composer_replication.replica.interruptible_manager import InterruptibleMana
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 GROUPS, COORDINATOR, OTHER_PLACE = range(3), 3, 4
+VANISHES, LAST_STEP = 1, 6
+"""A group, and the outer step after which its host vanishes in a sync."""
 PORT, TOKEN = 29512, "a-secret"
 TIMEOUT_S = 10.0  # leased_group.py's, of a collective
 
@@ -43,37 +45,29 @@ class Run(ExitStack):
 
     Args:
         folder: Of the run, which all hosts share.
-        family: ``IPv4`` or ``IPv6``.
-        num_samples: Of the one epoch.
     """
 
-    def __init__(self, folder: Path, family: str, num_samples: int) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self.plan = {
             "run_dir": str(folder / "run"),
-            "length": num_samples,
+            "length": 1200,
             "fragments": 1,
             "step_s": 0.1,
-            "batch_size": 4,
-            "unit_size": 64,
-            "epochs": 1,
         }
-        self.hosts = Hosts(5, family, folder)
+        self.hosts = Hosts(5, "IPv6", folder)
         self.enter_context(self.hosts.connected())
-        self.num_coordinators = 0
 
     def start_coordinator(self, host: int) -> subprocess.Popen[str]:
         """Start it on a host, under the name ``coordinator``."""
         self.hosts.name({"coordinator": host})
-        address = self.hosts.address(host)
-        bind = f"[{address}]:{PORT}" if ":" in address else f"{address}:{PORT}"
+        bind = f"[{self.hosts.address(host)}]:{PORT}"
         options = ["--bind", bind, "--hostname", "coordinator", "--replicas", "3"]
         # On a busy machine a group must not look dead while it is not.
         options += ["--set", "sync_every=12", "--heartbeat-timeout-s", "6"]
         options += ["--state-dir", str(self.folder / "state")]
-        self.num_coordinators += 1
-        path = self.folder / f"coordinator_{self.num_coordinators}.txt"
+        path = self.folder / f"coordinator_{host}.txt"
         with path.open("w") as out:
             process = subprocess.Popen(
                 self.hosts.command(
@@ -90,15 +84,10 @@ class Run(ExitStack):
         assert process.poll() is None, path.read_text()
         return process
 
-    def start_groups(self, **vanish_at: int) -> None:
-        """Start all three; ``group_1=5``: group 1 vanishes in the sync after outer step 5."""
+    def start_groups(self) -> None:
         (self.folder / "run").mkdir()
         self.groups = [
-            context.Process(
-                target=train_on_host,
-                args=(self.hosts, group, self.plan, vanish_at.get(f"group_{group}")),
-                daemon=True,
-            )
+            context.Process(target=train_on_host, args=(self.hosts, group, self.plan), daemon=True)
             for group in GROUPS
         ]
         for process in self.groups:
@@ -112,16 +101,14 @@ class Run(ExitStack):
     def said(self, group: int) -> str:
         return (self.folder / "run" / f"group_{group}.txt").read_text()
 
-    def wait_for_syncs(self, count: int, *groups: int, participants: int) -> None:
-        """Until these groups have committed so many syncs more with so many participants."""
-        before = {group: len(self.metrics(group)) for group in groups}
+    def wait_for_syncs_of_all(self) -> None:
+        """Until each group has committed two with all three."""
 
-        def has_all(group: int) -> bool:
-            new = self.metrics(group)[before[group] :]
-            sizes = [line["diloco/num_participants"] for line in new]
-            return sizes.count(participants) >= count
+        def has_two(group: int) -> bool:
+            sizes = [line["diloco/num_participants"] for line in self.metrics(group)]
+            return sizes.count(3) >= 2
 
-        wait_until(lambda: all(map(has_all, groups)), 200, lambda: list(map(self.said, groups)))
+        wait_until(lambda: all(map(has_two, GROUPS)), 200, lambda: list(map(self.said, GROUPS)))
 
     def check_end(self, *groups: int) -> None:
         """These groups end well, with equal models in which every sample is once."""
@@ -136,14 +123,14 @@ class Run(ExitStack):
             assert not is_in_twice.any(), f"{is_in_twice.sum()} samples are in it twice"
 
 
-def train_on_host(hosts: Hosts, group: int, plan: dict, vanish_at: int | None) -> None:
+def train_on_host(hosts: Hosts, group: int, plan: dict) -> None:
     """The process of a group. It says what it has to say in ``group_<id>.txt``."""
     hosts.enter(group)
     with open(f"{plan['run_dir']}/group_{group}.txt", "a") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    if vanish_at is not None:
-        _vanish_in_sync(hosts, group, vanish_at)
+    if group == VANISHES:
+        _vanish_in_sync(hosts)
     begin_fork()
     os.environ |= {
         "COMPOSER_REPLICATION_COORDINATOR": f"http://coordinator:{PORT}",
@@ -154,13 +141,13 @@ def train_on_host(hosts: Hosts, group: int, plan: dict, vanish_at: int | None) -
     train(plan)
 
 
-def _vanish_in_sync(hosts: Hosts, group: int, outer_step: int) -> None:
+def _vanish_in_sync(hosts: Hosts) -> None:
     """End this host without a word when its peers wait for it in a collective."""
     allreduce = InterruptibleManager.allreduce
 
     def vanish(manager, *arguments, **options):
-        if manager.current_step() > outer_step:  # the cold start is its step 1
-            hosts.silence(group)  # first, so that no RST and no FIN tells of the death
+        if manager.current_step() > LAST_STEP:  # the cold start is its step 1
+            hosts.silence(VANISHES)  # first, so that no RST and no FIN tells of the death
             os.kill(os.getpid(), signal.SIGKILL)
         return allreduce(manager, *arguments, **options)
 
@@ -169,23 +156,23 @@ def _vanish_in_sync(hosts: Hosts, group: int, outer_step: int) -> None:
 
 @pytest.mark.alone
 def test_the_coordinator_moves_and_a_host_vanishes_in_a_sync(tmp_path):
-    with Run(tmp_path, "IPv6", num_samples=1200) as run:
+    with Run(tmp_path) as run:
         coordinator = run.start_coordinator(COORDINATOR)
-        run.start_groups(group_1=6)
-        run.wait_for_syncs(2, *GROUPS, participants=3)
+        run.start_groups()
+        run.wait_for_syncs_of_all()
         coordinator.terminate()
         coordinator.wait()
         run.start_coordinator(OTHER_PLACE)
         run.check_end(0, 2)
-        assert run.groups[1].exitcode == -signal.SIGKILL
-        moved = (tmp_path / "coordinator_2.txt").read_text()
+        assert run.groups[VANISHES].exitcode == -signal.SIGKILL
+        moved = (tmp_path / f"coordinator_{OTHER_PLACE}.txt").read_text()
         assert "uncommitted samples of replica group 1 are available again" in moved
         assert "Replica group 0 has left" in moved and "Replica group 2 has left" in moved
         # All three have found the new place: until group 1 vanished, no sync was without it.
         sizes = [line["diloco/num_participants"] for line in run.metrics(0)]
-        assert sizes[:6] == [3] * 6 and set(sizes[6:]) == {2}
+        assert sizes[:LAST_STEP] == [3] * LAST_STEP and set(sizes[LAST_STEP:]) == {2}
         for group in (0, 2):
-            first_without = run.metrics(group)[6]
+            first_without = run.metrics(group)[LAST_STEP]
             assert first_without["diloco/retries"] == 1
             assert TIMEOUT_S - 1.0 < first_without["diloco/sync_seconds"] < TIMEOUT_S + 5.0
             assert not any(line["diloco/steps_lost"] for line in run.metrics(group))

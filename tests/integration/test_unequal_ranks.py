@@ -37,13 +37,13 @@ def place_of(process: Process, folder: str) -> Process:
     return replace(process, replica_id="abc".index(name))
 
 
-def train(group: Process, steps: int, step_s: float, **start: Any) -> int:
+def train(group: Process, steps: int, step_s: float, is_sharded: bool = False) -> int:
     model = TinyMLP(width=15)
-    if start.pop("is_sharded", False):
+    if is_sharded:
         fully_shard(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     ranks = dist.group.WORLD if dist.get_world_size() > 1 else None
-    with group.training(model, inner=inner, ranks=ranks, **start) as run:
+    with group.training(model, inner=inner, ranks=ranks, num_replicas=1) as run:
         for step in range(steps):
             inner.zero_grad()
             mse(model, *batch(group.replica_id, step)).backward()
@@ -55,11 +55,11 @@ def train(group: Process, steps: int, step_s: float, **start: Any) -> int:
         return run.diloco.outer_step
 
 
-def refused(process: Process, folder: str, **start: Any) -> tuple[str, float]:
+def refused(process: Process, folder: str, is_sharded: bool) -> tuple[str, float]:
     """The one line with which this rank is refused, and after how many seconds."""
     began = time.monotonic()
     with pytest.raises(SettingsMismatch) as caught:
-        train(place_of(process, folder), 2, 0.0, **start)
+        train(place_of(process, folder), 2, 0.0, is_sharded)
     return str(caught.value), time.monotonic() - began
 
 
@@ -67,9 +67,8 @@ def join_later(process: Process, folder: str) -> Any:
     """b trains with its model whole; then a wants to join with one rank, and c with shards."""
     if PLACES[process.replica_id][0] != "b":
         process.signal.wait(30)
-        is_sharded = PLACES[process.replica_id][0] == "c"
-        return refused(process, folder, num_replicas=1, is_sharded=is_sharded)
-    return train(place_of(process, folder), 40, 0.2, num_replicas=1)
+        return refused(process, folder, PLACES[process.replica_id][0] == "c")
+    return train(place_of(process, folder), 40, 0.2)
 
 
 @pytest.mark.alone

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness.coordinators import coordinator_in
 from torchft.coordination import LighthouseClient
 from typer.testing import CliRunner
 
 from composer_replication.cli import app
-from composer_replication.coordinator.server import Coordinator
 from composer_replication.launch import doctor as checks
 from composer_replication.options import ReplicaOptions
-from composer_replication.settings import DiLoCoSettings
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -31,17 +30,9 @@ ELSEWHERE = "http://192.0.2.1:29510"  # an address for documents: no machine has
 
 @pytest.fixture(scope="module")
 def coordinator(tmp_path_factory):
-    coordinator = Coordinator(
-        DiLoCoSettings(),
-        "x.yaml",
-        num_replicas=2,
-        state_dir=tmp_path_factory.mktemp("state"),
-        bind="127.0.0.1:0",
-        tokens=[TOKEN],
-        straggler_timeout_s=0.1,
-    )
-    yield coordinator
-    coordinator.shutdown()
+    own = {"tokens": [TOKEN], "straggler_timeout_s": 0.1}
+    with coordinator_in(tmp_path_factory.mktemp("state"), **own) as coordinator:
+        yield coordinator
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +120,8 @@ def test_settings_that_learn_badly(tmp_path):
 
 def test_another_version(coordinator, monkeypatch):
     monkeypatch.setattr(checks, "__version__", "0.0.9")
-    assert "'0.0.9'" in of(coordinator)["coordinator"]
-    assert "install the same" in of(coordinator)["coordinator"]
+    text = of(coordinator)["coordinator"]
+    assert "'0.0.9'" in text and "install the same" in text
 
 
 def test_a_group_in_training_that_cannot_be_reached_from_here(coordinator, closed_port):

@@ -7,6 +7,7 @@ Faked: the cores and GPUs of the machine, by what names them; the coordinator's 
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 from scripted_groups import supervise
@@ -123,11 +124,9 @@ def test_without_the_callback_the_line_to_add_is_printed(tmp_path, capsys, resum
     assert "callbacks=[DiLoCoCallback()]" in said.err and len(said.err) < 300
 
 
-class Addresses:
-    """Of a coordinator."""
-
-    address = "http://a:2"
-    lighthouse_addr = "http://a:1"
+def environment_of(replicas, nproc):
+    coordinator = SimpleNamespace(address="http://a:2", lighthouse_addr="http://a:1")
+    return environment(1, replicas, nproc, coordinator)
 
 
 def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(monkeypatch):
@@ -135,7 +134,7 @@ def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(monkey
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("RANK", "3")
-    environ = environment(1, 2, 2, Addresses())
+    environ = environment_of(2, 2)
     assert environ["TORCHFT_LIGHTHOUSE"] == "http://a:1"
     assert environ["COMPOSER_REPLICATION_COORDINATOR"] == "http://a:2"
     assert environ["OMP_NUM_THREADS"] == "2"
@@ -143,19 +142,19 @@ def test_groups_share_cores_and_gpus_and_not_the_launchers_place_in_a_job(monkey
     assert "RANK" not in environ
     assert environ["COMPOSER_REPLICATION_HOSTNAME"] == "127.0.0.1"
     # More groups than cores: one thread for each group.
-    assert environment(1, 16, 1, Addresses())["OMP_NUM_THREADS"] == "1"
+    assert environment_of(16, 1)["OMP_NUM_THREADS"] == "1"
     # Too few GPUs for each to have its own: who shares which is the user's business.
-    shared = environment(1, 8, 1, Addresses())
+    shared = environment_of(8, 1)
     assert shared["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     # A command that starts its own ranks gets an equal share.
-    assert environment(1, 2, None, Addresses())["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert environment(1, 3, None, Addresses())["CUDA_VISIBLE_DEVICES"] == "5"
-    assert environment(1, 8, None, Addresses())["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
+    assert environment_of(2, None)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert environment_of(3, None)["CUDA_VISIBLE_DEVICES"] == "5"
+    assert environment_of(8, None)["CUDA_VISIBLE_DEVICES"] == "4,5,6,7"
     monkeypatch.setenv("COMPOSER_REPLICATION_HOSTNAME", "10.0.0.1")
-    own = environment(1, 2, 2, Addresses())["COMPOSER_REPLICATION_HOSTNAME"]
+    own = environment_of(2, 2)["COMPOSER_REPLICATION_HOSTNAME"]
     assert own == "10.0.0.1"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert environment(1, 2, 2, Addresses())["OMP_NUM_THREADS"] == "5"
+    assert environment_of(2, 2)["OMP_NUM_THREADS"] == "5"
 
 
 def test_a_group_gets_its_id_and_its_folder_from_the_environment(tmp_path):

@@ -138,13 +138,8 @@ def wait_for_pids(folder, count):
 
 
 def alive(pids):
-    def is_alive(pid):
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    return [pid for pid in pids if is_alive(pid)]
+    running = [p for p in psutil.process_iter(["status"]) if p.info["status"] != "zombie"]
+    return [process.pid for process in running if process.pid in pids]
 
 
 def pids_of(folder):

@@ -105,16 +105,13 @@ print("after")
 """
 
 
-def print_into(how, stdout):
-    command = [sys.executable, "-X", "utf8", "-c", PROGRAM, how]
-    return subprocess.run(command, stdout=stdout, stderr=subprocess.STDOUT).returncode
-
-
 @pytest.mark.integration
 @pytest.mark.parametrize(("how", "status"), [("lossy", 0), ("as it is", 1)])
 def test_a_print_that_fails_does_not_end_the_process(tmp_path, how, status):
+    command = [sys.executable, "-X", "utf8", "-c", PROGRAM, how]
     with (tmp_path / "log.txt").open("ab") as output:
-        assert print_into(how, output) == status
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+    assert ended.returncode == status
     said = (tmp_path / "log.txt").read_text(errors="replace")
     assert said.startswith("before \u2713\n") and said.endswith("after\n") == (how == "lossy")
 

@@ -67,10 +67,8 @@ def test_an_error_stands_beside_its_group_until_that_starts_again(run_dir):
 
 
 def test_parameters_that_differ_are_shown(run_dir):
-    other = recorded_run.sync(2, 30) | {"diloco/global_digest": "ff" * 32}
     path = run_dir / "replica_2" / "events.jsonl"
-    path.write_text(path.read_text().replace("1e" * 32, "ff" * 32))
-    assert other["diloco/global_digest"] in path.read_text()
+    path.write_text(path.read_text().replace(f"{30:02x}" * 32, "ff" * 32))
     agreement = recorder(run_dir)()["agreement"]
     assert (agreement["outer_step"], agreement["differing"]) == (40, [30])
 

@@ -48,7 +48,7 @@ def finish_after(restarts):
 def test_a_group_that_dies_is_started_again_and_the_run_goes_on(tmp_path, phase, lives, options):
     write(tmp_path, 0)
     if phase is not None:
-        write(tmp_path, 1, phase, syncs=int(phase == "training"))
+        write(tmp_path, 1, phase=phase, syncs=int(phase == "training"))
     restarts = len(lives) - 1
     failed, supervisor, groups = supervise(
         tmp_path, {0: [None], 1: lives}, on_look=finish_after(restarts), **options
@@ -69,7 +69,7 @@ def test_a_restart_for_which_there_is_no_process_is_tried_again(tmp_path, monkey
         start(groups, replica_id)
 
     monkeypatch.setattr(Groups, "start", start_in_vain)
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
     lives = {0: [None], 1: [-9, None]}
     failed, supervisor, groups = supervise(tmp_path, lives, on_look=finish_after(1))
     assert failed == {} and groups.started == [1] and supervisor.restarts == {"0": 0, "1": 3}
@@ -78,7 +78,7 @@ def test_a_restart_for_which_there_is_no_process_is_tried_again(tmp_path, monkey
 
 def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
     # Its two attempts to start have failed, since the other died in them.
-    write(tmp_path, 0, "joining", syncs=0)
+    write(tmp_path, 0, phase="joining", syncs=0)
     lives = {1: [-9, None], 0: [1, None]}
     failed, supervisor, _ = supervise(tmp_path, lives, on_look=finish_after(2))
     assert failed == {} and supervisor.restarts == {"0": 1, "1": 1}
@@ -99,9 +99,9 @@ def test_who_fails_to_start_after_another_was_killed_is_started_again(tmp_path):
     ],
 )
 def test_what_is_not_tried_again_ends_the_run(tmp_path, phase, lives, options, failed):
-    write(tmp_path, 0, "joining", syncs=0)
+    write(tmp_path, 0, phase="joining", syncs=0)
     if phase is not None:
-        write(tmp_path, 1, phase, syncs=int(phase == "training"))
+        write(tmp_path, 1, phase=phase, syncs=int(phase == "training"))
     again = len(lives) > 1
     found, supervisor, groups = supervise(tmp_path, {0: [None], 1: lives}, **options)
     assert found == {1: failed} and groups.started == [1] * again
@@ -110,7 +110,7 @@ def test_what_is_not_tried_again_ends_the_run(tmp_path, phase, lives, options, f
 
 @pytest.mark.parametrize("lives", [[1, 1, 1, 7], [1, 2]], ids=["restarts used up", "bad input"])
 def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tmp_path, lives):
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
 
     def finish_when_left_out(groups, looks):
         if looks[-1][1] is not None:
@@ -126,7 +126,7 @@ def test_a_group_that_cannot_be_kept_running_is_left_out_and_the_others_go_on(tm
 
 
 def test_the_last_group_in_training_that_cannot_be_kept_running_ends_the_run(tmp_path):
-    write(tmp_path, 0, "joining"), write(tmp_path, 1, "joining")
+    write(tmp_path, 0, 1, phase="joining")
     failed, supervisor, groups = supervise(tmp_path, {0: [None], 1: [-9, -9, -9, -40]})
     assert failed == {1: -40}
     assert groups.started == [1, 1, 1]
@@ -145,7 +145,7 @@ def test_a_group_alone_that_dies_in_training_again_and_again_has_failed(tmp_path
 
 
 def test_a_sync_in_between_starts_the_count_anew(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
 
     def commit(groups, looks):
         write_events(tmp_path / "replica_1", "sync", {"time": time.time()})
@@ -160,11 +160,11 @@ def test_a_sync_in_between_starts_the_count_anew(tmp_path):
 
 @pytest.mark.parametrize(("lives", "failed"), [([2, 1, None], {}), ([1, 1, 1, 1], {1: 2})])
 def test_what_was_accepted_once_is_tried_again_when_it_is_rejected(tmp_path, lives, failed):
-    write(tmp_path, 0), write(tmp_path, 1, "rejected")
+    write(tmp_path, 0), write(tmp_path, 1, phase="rejected")
 
     def finish_when_back(groups, looks):
         if looks[-1][1] is None:
-            write(tmp_path, 1, "rejected")
+            write(tmp_path, 1, phase="rejected")
         if groups.lives[1][0] is None:
             groups.lives[1][0] = 0
         if looks[-1][1] is not None:
@@ -187,7 +187,7 @@ def test_an_error_before_any_group_has_joined_is_tried_again_unless_all_had_one(
     tmp_path, others, started, status
 ):
     for replica_id in (0, 1):
-        write(tmp_path, replica_id, "starting", syncs=0)
+        write(tmp_path, replica_id, phase="starting", syncs=0)
         (tmp_path / f"replica_{replica_id}" / "log.txt").write_text("TypeError: no x\n")
     seen, supervisor, groups = supervise(
         tmp_path, {0: others, 1: [1, 1]}, start_retries=1, max_restarts=1
@@ -240,7 +240,7 @@ def test_a_group_that_has_ended_and_says_itself_that_it_learned_nothing_has_fini
 
 def test_a_group_that_had_trained_to_the_end_before_is_not_started_again_and_again(tmp_path):
     # Such as a Composer job that is run once more: its fit has nothing left to train.
-    write(tmp_path, 0, "starting", syncs=1)
+    write(tmp_path, 0, phase="starting", syncs=1)
     end = {"outer_steps": 1, "inner_steps": 8, "global_digest": "ab" * 32}
     write_events(tmp_path / "replica_0", "end", end)
     lives = [1] * (1 + supervision.START_RETRIES)  # its coordinator may not be there yet
@@ -252,7 +252,7 @@ def test_a_group_that_had_trained_to_the_end_before_is_not_started_again_and_aga
 def test_a_script_that_loads_no_checkpoint_is_not_started_again(tmp_path):
     error = {"type": "NothingToContinueFromError", "error": "none may begin the run"}
     for replica_id in (0, 1):
-        write(tmp_path, replica_id, "rejected", syncs=3)  # of before the run was stopped
+        write(tmp_path, replica_id, phase="rejected", syncs=3)  # of before the run was stopped
         rejection = {"time": time.time() + 60} | error
         write_events(tmp_path / f"replica_{replica_id}", "rejection", rejection)
     failed, supervisor, groups = supervise(tmp_path, {0: [1], 1: [1]})
@@ -261,18 +261,17 @@ def test_a_script_that_loads_no_checkpoint_is_not_started_again(tmp_path):
 
 
 def test_the_phase_of_a_group_that_is_started_again_is_never_half_written(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
     status = tmp_path / "replica_1" / "status.json"
-    inode = status.stat().st_ino
-
+    (tmp_path / "before").hardlink_to(status)
     supervise(tmp_path, {0: [None], 1: [-9, None]}, on_look=finish_after(1))
     restart_at = pytest.approx(time.time(), abs=900)
     assert json.loads(status.read_text()) == {"phase": "finished", "restart_at": restart_at}
-    assert status.stat().st_ino != inode  # replaced, not overwritten
+    assert not status.samefile(tmp_path / "before")  # replaced, not overwritten
 
 
 def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
     failed, supervisor, groups = supervise(tmp_path, {0: [0], 1: [-9]})
     assert failed == {} and groups.started == []
     assert supervisor.records[1].end == supervision.NOT_BACK
@@ -281,12 +280,11 @@ def test_a_group_that_dies_when_all_others_have_finished_is_given_up(tmp_path):
 
 
 def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_path):
-    for replica_id in range(3):
-        write(tmp_path, replica_id)
+    write(tmp_path, 0, 1, 2)
 
     def the_first_finishes_while_they_start(groups, looks):
         if sorted(groups.started) == [1, 2]:
-            write(tmp_path, 1, "joining"), write(tmp_path, 2, "joining")
+            write(tmp_path, 1, 2, phase="joining")
             groups.lives[0][0] = 0
 
     failed, supervisor, groups = supervise(
@@ -300,7 +298,7 @@ def test_groups_that_come_back_too_late_do_not_wait_for_each_other_for_ever(tmp_
 
 @pytest.mark.parametrize("status", [b"", b'{"phase": "tr', bytes(40), b"[]"])
 def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplog, status):
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
     (tmp_path / "replica_1" / "status.json").write_bytes(status)
 
     with no_file_above(0):
@@ -312,7 +310,7 @@ def test_neither_a_full_disk_nor_a_damaged_status_ends_the_watch(tmp_path, caplo
 
 
 def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
 
     _, supervisor, _ = supervise(
         tmp_path, {0: [None], 1: [-9, 1, None]}, on_look=finish_after(2), first_pause_s=0.1
@@ -324,7 +322,7 @@ def test_each_end_is_said_once_with_the_restart_that_follows(tmp_path):
 
 def test_a_group_that_waits_for_its_restart_is_stopped_with_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(supervision, "FIRST_PAUSE_S", 60.0)
-    write(tmp_path, 0), write(tmp_path, 1)
+    write(tmp_path, 0, 1)
     failed, _, _ = supervise(tmp_path, {0: [-9], 1: [2]})
     phases = [
         json.loads((tmp_path / f"replica_{i}" / "status.json").read_text())["phase"] for i in (0, 1)

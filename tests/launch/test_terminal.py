@@ -9,10 +9,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.integration,
@@ -56,10 +56,10 @@ def test_nothing_is_drawn_twice_wrapped_by_the_terminal_or_cut(tmp_path):
         return [line.rstrip() for line in done.stdout.splitlines()]
 
     def wait_for(pattern):
-        deadline = time.monotonic() + 120
-        while not any(re.search(pattern, line) for line in tmux("capture-pane", "-p")):
-            assert time.monotonic() < deadline, "\n".join(tmux("capture-pane", "-p"))
-            time.sleep(0.1)
+        def screen():
+            return "\n".join(tmux("capture-pane", "-p"))
+
+        wait_until(lambda: re.search(pattern, screen(), re.MULTILINE), 120, screen)
         return tmux("capture-pane", "-p", "-J")  # lines that the terminal has wrapped are one
 
     command = shlex.join([sys.executable, "-c", PROGRAM, str(tmp_path)])

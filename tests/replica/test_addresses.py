@@ -7,8 +7,8 @@ Real: this machine's interfaces and sockets.
 
 import socket
 
-import psutil
 import pytest
+from replica.listening import listening_addresses
 
 from composer_replication.replica import addresses
 from composer_replication.replica.addresses import (
@@ -58,9 +58,7 @@ def test_a_group_listens_on_the_address_it_is_told_and_no_other(hostname):
         address, port = listener.getsockname()[:2]
         assert address == hostname.strip("[]") == own_address(hostname)
         # Not by a connection to another address, where somebody else may listen on the same port.
-        sockets = psutil.Process().net_connections("inet")
-        listening = [each.laddr for each in sockets if each.status == psutil.CONN_LISTEN]
-        assert [own.ip for own in listening if own.port == port] == [address]
+        assert [own[0] for own in listening_addresses() if own[1] == port] == [address]
 
 
 @pytest.mark.parametrize("hostname", [None, "192.0.2.1"])

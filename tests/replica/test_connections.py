@@ -20,6 +20,7 @@ import psutil
 import pytest
 import uvicorn
 from forked_commands import ForkedCommand
+from harness.certificate import make_certificate
 
 from composer_replication.coordinator import http_service
 from composer_replication.coordinator.client import CoordinatorClient
@@ -82,22 +83,17 @@ async def application(scope, receive, send):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("certificate")
-    made = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 1"
-    made += " -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run(made.split(), cwd=folder, check=True, capture_output=True)
-    return folder
+    return make_certificate(tmp_path_factory.mktemp("certificate"))
 
 
 @contextlib.contextmanager
-def coordinator(certificate=None):
-    files = () if certificate is None else (certificate / "cert.pem", certificate / "key.pem")
+def coordinator(**certificate):
     listening = Listener("127.0.0.1:0")
-    service = HttpService(application, listening, None, *files)
+    service = HttpService(application, listening, **certificate)
     with pytest.MonkeyPatch.context() as patch:
-        if certificate is not None:
-            patch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
-        scheme = "http" if certificate is None else "https"
+        if certificate:
+            patch.setenv("SSL_CERT_FILE", str(certificate["ssl_certfile"]))
+        scheme = "https" if certificate else "http"
         client = CoordinatorClient(f"{scheme}://127.0.0.1:{listening.port}", "secret")
     yield listening.port, lambda: client.ask("GET", "/"), http_service.MOST_CONNECTIONS
     client.close()
@@ -110,8 +106,8 @@ def server(request, start_server, ends):
     if request.param == "peer server":
         return asked_member(start_server())
     has_tls = request.param == "coordinator with HTTPS"
-    certificate = request.getfixturevalue("certificate") if has_tls else None
-    return ends.enter_context(coordinator(certificate))
+    certificate = request.getfixturevalue("certificate") if has_tls else {}
+    return ends.enter_context(coordinator(**certificate))
 
 
 def open_files():

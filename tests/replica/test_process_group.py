@@ -6,15 +6,16 @@ Real: process group objects, stores, this machine's interfaces.
 import json
 import os
 import socket
-import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from harness.processes import connected_pair
+from replica.listening import listening_addresses
 from torch.distributed.distributed_c10d import AllreduceOptions
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL, reconfigure_with_store
+from waiting import wait_until
 
 from composer_replication.replica.addresses import interface_of
 from composer_replication.replica.factory import make_manager
@@ -46,11 +47,6 @@ def test_peers_get_the_host_it_was_given_or_else_this_machine_s_name(monkeypatch
     host, _, port = handle["store"].rpartition(":")
     assert host == "127.0.0.1"
     socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def listening_addresses():
-    found = psutil.Process().net_connections()
-    return {tuple(c.laddr) for c in found if c.status == psutil.CONN_LISTEN}
 
 
 @pytest.mark.parametrize("hostname", ["127.0.0.2", "::1"])
@@ -86,12 +82,13 @@ def test_a_host_name_that_does_not_resolve_is_refused_with_the_fix():
 
 @pytest.mark.parametrize("way", ["abort", "shutdown"])
 def test_giving_up_the_connections_waits_for_no_collective(way):
-    ranks, _store = connected_pair(5.0, "127.0.0.1")
+    store = host_store("localhost")
+    ranks = [make_process_group("gloo", 5.0, "127.0.0.1") for _ in range(2)]
+    address = f"localhost:{store.port}/both"
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda r: reconfigure_with_store(ranks[r], address, r, 2), range(2)))
     work = ranks[0].allreduce([torch.ones(4)], AllreduceOptions())  # rank 1 takes no part in it
     getattr(ranks[0], way)()
     assert not work.is_completed()
     ranks[1].abort()
-    deadline = time.monotonic() + 60
-    while not work.is_completed():  # no thread of gloo outlives the test
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(work.is_completed, 60)  # no thread of gloo outlives the test

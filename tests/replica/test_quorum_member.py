@@ -11,6 +11,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 from waiting import wait_until
 
 from composer_replication.options import DuplicateIdError
@@ -436,22 +437,9 @@ def test_those_that_stay_decline_until_the_one_with_other_settings_has_left(capl
     assert use(member, quorum_id=4).replica_ids == ["a:1"]
 
 
-class Store(dict):
-    """A TCPStore that all ranks of a group share."""
-
-    def set(self, key, value):
-        self[key] = value.encode()
-
-    def check(self, keys):
-        return self.keys() >= set(keys)
-
-
-def of_ranks(store, **arguments):
-    return [member_of("b", rank=rank, num_ranks=2, store=store, **arguments) for rank in range(2)]
-
-
 def test_a_group_that_has_to_leave_does_so_on_all_its_ranks():
-    ranks = of_ranks(Store())
+    store = HashStore()
+    ranks = [member_of("b", rank=rank, num_ranks=2, store=store) for rank in range(2)]
     for rank in ranks:
         rank.own.settings = {"ranks": 2}
     own = ranks[0].add_report(HANDLE, 0)
@@ -528,29 +516,24 @@ class Situation:
     """A group that waits for ``b`` and ``c``; ``heard_from``: since when the lighthouse hears of
     each member, in seconds."""
 
-    def __init__(self, monkeypatch, **heard_from):
-        self.now, self.heard_from, self.died = 0.0, heard_from, {}
-        clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(missing_members, "time", clock)
+    def __init__(self, clock, **heard_from):
+        self.clock, self.heard_from, self.died = clock, heard_from, {}
         self.missing = MissingMembers(self.read_alive)
         self.missing.add_all(["b:1", "c:1"])
         self.missing.update([], ["a:1"])
-
-    def sleep(self, seconds):
-        self.now += seconds
 
     def read_alive(self):
         return frozenset(
             f"{letter}:1"
             for letter, at in self.heard_from.items()
-            if at <= self.now < self.died.get(letter, math.inf)
+            if at <= self.clock.now < self.died.get(letter, math.inf)
         )
 
     def wait(self):
         """The members still waited for, and the seconds that it took."""
-        before = self.now
+        before = self.clock.now
         self.missing.wait()
-        return set(self.missing.names), pytest.approx(self.now - before, abs=0.11)
+        return set(self.missing.names), pytest.approx(self.clock.now - before, abs=0.11)
 
 
 BOTH = {"b:1", "c:1"}
@@ -574,10 +557,10 @@ NOT_ASKED = "Going on without those that the lighthouse was not asked for a quor
     ],
 )
 def test_who_is_still_waited_for_and_after_how_long(
-    monkeypatch, caplog, heard_from, now, left, seconds, said
+    clock, caplog, heard_from, now, left, seconds, said
 ):
-    situation = Situation(monkeypatch, **heard_from)
-    situation.now = now
+    situation = Situation(clock, **heard_from)
+    clock.now = now
     with caplog.at_level(logging.WARNING):
         assert situation.wait() == (left, seconds)
     assert caplog.messages == said
@@ -585,22 +568,22 @@ def test_who_is_still_waited_for_and_after_how_long(
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_member_whose_heartbeats_have_stopped_is_given_up_sooner_but_not_after_a_restart(
-    monkeypatch, caplog, restarted
+    clock, caplog, restarted
 ):
-    situation = Situation(monkeypatch, a=0.0, b=0.0, c=1.0)
+    situation = Situation(clock, a=0.0, b=0.0, c=1.0)
     situation.wait()
     if restarted:
         situation.missing.add_all(BOTH)
-    situation.died = {"b": situation.now}
+    situation.died = {"b": clock.now}
     with caplog.at_level(logging.WARNING):
         limit_s = HEARTBEAT_S if restarted else MissingMembers.GONE_WITHIN_S
         assert situation.wait() == ({"c:1"}, limit_s)
     assert caplog.messages == [f"{NOT_HEARD}b"]
 
 
-def test_an_earlier_deadline_ends_the_wait(monkeypatch):
-    situation = Situation(monkeypatch, a=0.0, b=0.0, c=0.0)
+def test_an_earlier_deadline_ends_the_wait(clock):
+    situation = Situation(clock, a=0.0, b=0.0, c=0.0)
     situation.missing.deadline = 5.0
     assert situation.wait() == (BOTH, 0.1)
-    situation.now = 5.0
+    clock.now = 5.0
     assert situation.wait() == (set(), 0.1)

@@ -106,8 +106,8 @@ def board(start_server):
     return start_server().address
 
 
-def members(board, number, count=3):
-    return [alarm_of(board, number) for _ in range(count)]
+def members(board, number):
+    return [alarm_of(board, number) for _ in NAMES]
 
 
 def alarm_of(board, number):
@@ -137,8 +137,8 @@ def test_one_member_tells_all_and_no_other_connection(board):
 
 
 def test_a_member_that_comes_to_listen_later_hears_it_too(board):
-    members(board, 1)[0].raise_for_all()
-    wait_until_raised(members(board, 1)[0])
+    alarm_of(board, 1).raise_for_all()
+    wait_until_raised(alarm_of(board, 1))
 
 
 @pytest.mark.slow

@@ -270,15 +270,11 @@ def test_the_compiled_half_is_loaded_without_the_package_and_is_the_same_one():
     assert output.returncode == 0, output.stderr
 
 
-def arguments_of(function):
-    return [*inspect.signature(function).parameters]
-
-
 def test_what_we_override_takes_torchfts_arguments():
     overridden = []
     for name, theirs in inspect.getmembers(Manager, inspect.isfunction):
         ours = getattr(ReplicaManager, name)
         if ours is not theirs and not name.startswith("_"):
-            assert arguments_of(ours) == arguments_of(theirs), name
+            assert parameters_of(ours) == parameters_of(theirs), name
             overridden.append(name)
     assert {"start_quorum", "should_commit", "allreduce"} <= {*overridden}

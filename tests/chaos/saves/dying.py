@@ -102,7 +102,7 @@ def prepare() -> None:
         )
         sys.addaudithook(waits.audit)
     moments = [Moment(**each) for each in deaths.get(group, ())]
-    if (num_died := num_died_of(group)) >= len(moments):
+    if (num_died := num_died_of(_mark_of(group))) >= len(moments):
         return
     moment = moments[num_died]
 
@@ -134,7 +134,7 @@ def wait_for_the_dead(run_dir: str, limit_s: float = 200.0) -> None:
     for group in deaths if os.environ["REPLICA_GROUP_ID"] not in deaths else ():
         mark, status = _mark_of(group), Path(run_dir, f"replica_{group}", "status.json")
         while time.monotonic() < until:
-            is_over = num_died_of(group) == len(deaths[group])
+            is_over = num_died_of(mark) == len(deaths[group])
             if is_over and status.stat().st_mtime > mark.stat().st_mtime:
                 if json.loads(status.read_text())["phase"] in ("joining", "training"):
                     break
@@ -150,14 +150,13 @@ def wait_for_requests(deaths: Mapping[str, Any], limit_s: float = 200.0) -> None
         while time.monotonic() < until:
             situation = read_status(os.environ["TORCHFT_LIGHTHOUSE"]).situation
             asks = re.search(r"\b[1-9]\d* participants,", situation)  # and this group does not
-            if num_died_of(group) == len(deaths[group]) and asks:
+            if num_died_of(_mark_of(group)) == len(deaths[group]) and asks:
                 break
             time.sleep(0.02)
 
 
-def num_died_of(group: str) -> int:
-    """How many processes of a group have died in their moments."""
-    mark = _mark_of(group)
+def num_died_of(mark: Path) -> int:
+    """How many processes of the group of this mark have died in their moments."""
     return len(mark.read_text().splitlines()) if mark.exists() else 0
 
 

@@ -11,61 +11,12 @@ from datetime import timedelta
 
 import pytest
 import torch
-from scripted_state import ScriptedState
+from replica.heal.groups import WAIT_S, Group
 from waiting import wait_until
 
 from composer_replication.replica.heal import donor as donors
 from composer_replication.replica.heal import state_bytes
-from composer_replication.replica.peer_client import PeerError
-
-LIMIT = timedelta(seconds=10)
-WAIT_S = 20.0
-
-
-class Group:
-    """A donor or a joiner. As a donor it has a state with a tensor that a test can change."""
-
-    def __init__(self, transport):
-        self.transport = transport
-        self.theta = torch.arange(1000.0)
-        self.state = ScriptedState(lambda: {"outer_step": self.step, "theta": self.theta})
-        self.step = 4
-        self.transport.serve(lambda: self.step, self.state)
-
-    def commit(self):
-        """An outer step."""
-        self.theta += 1
-        self.step += 1
-        self.state.version += 1
-
-    def step_on_another_thread(self):
-        def step():
-            with self.state.lock:
-                self.commit()
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        return thread
-
-    def enter_quorum(self):
-        state = {"outer_step": self.step, "theta": self.theta}
-        sent = {"user": {"diloco": state}, "torchft": {"step": self.step}}
-        self.transport.send_checkpoint([1], self.step, sent, LIMIT)
-
-    def ask(self, donor, *request):
-        return self.transport.ask(donor.transport.metadata(), *request, limit_s=WAIT_S)
-
-    def fetch(self, donor, offer):
-        address, deadline = donor.transport.metadata(), time.monotonic() + WAIT_S
-        self.transport.download(address, offer.state, deadline)
-        return self.transport.downloaded.body
-
-    def fetch_ahead(self, donor):
-        self.fetch(donor, self.ask(donor, "copy"))
-
-    def heal(self, donor, limit=LIMIT):
-        address = donor.transport.metadata()
-        return self.transport.recv_checkpoint(0, address, donor.step, limit)["user"]["diloco"]
+from composer_replication.replica.peer_client import PeerClient, PeerError
 
 
 @pytest.fixture
@@ -246,6 +197,32 @@ def test_a_copy_that_nobody_fetches_is_dropped_at_a_vote(group, num_kept, monkey
     monkeypatch.setattr(donors, "KEPT_S", 0.0)
     donor.transport.disallow_checkpoint()
     assert num_kept() == 0
+
+
+def test_a_joiner_holds_one_state_at_a_time(group, monkeypatch):
+    donor, joiner = group(), group()
+    joiner.fetch_ahead(donor)
+    before = weakref.ref(joiner.transport.downloaded.body.obj)
+    fetch, is_alone = PeerClient.fetch, []
+
+    def fetched(*arguments, **named):
+        is_alone.append(before() is None)
+        return fetch(*arguments, **named)
+
+    monkeypatch.setattr(PeerClient, "fetch", fetched)
+    donor.theta = torch.zeros(600)  # of another size; memory of the same one is written into
+    donor.commit()
+    joiner.fetch_ahead(donor)
+    assert is_alone == [True]
+    assert joiner.transport.downloaded.state["theta"].sum() == 600
+
+
+def test_a_peer_that_sends_something_else_than_a_state_is_named(group):
+    donor, joiner = group(), group()
+    donor.state.state = [1, 2]
+    with pytest.raises(PeerError, match="sent no state, but a list"):
+        joiner.fetch_ahead(donor)
+    assert joiner.transport.downloaded is None
 
 
 def test_a_donor_that_has_left_keeps_nothing(group, num_kept):

@@ -11,11 +11,11 @@ import socket
 import threading
 import time
 import weakref
-from datetime import timedelta
 from http.client import HTTPException
 
 import pytest
 import torch
+from replica.heal.groups import LIMIT, Group
 from scripted_state import ScriptedState
 from strange_servers import strange_server
 
@@ -110,25 +110,24 @@ def test_a_donor_that_goes_while_it_is_asked_is_no_reason_to_fail(
 # ---- beside the others' syncs --------------------------------------------------------------------
 
 
-class Training:
-    """What a donor in training does: its manager's step, and how long its state takes to come."""
+class Training(Group):
+    """A donor in training that may be in a sync, and whose state may take long to come."""
 
-    def __init__(self, donor):
-        self.donor, self.step, self.delay_s, self.num_fetched = donor, 4, 0.0, 0
+    def __init__(self, transport):
+        super().__init__(transport)
+        self.delay_s, self.num_fetched = 0.0, 0
         self.commits = self.is_syncing = False
-        self.state = ScriptedState(lambda: STATE | {"outer_step": self.step})
-        donor.serve(lambda: self.step, self.state, lambda: self.is_syncing)
+        transport.serve(lambda: self.step, self.state, lambda: self.is_syncing)
 
     def commit(self):
-        self.state.version += 1
-        self.step += 1
+        super().commit()
         self.is_syncing = False
 
 
 @pytest.fixture
 def training(transports, has_quorum, monkeypatch):
     training = Training(transports())
-    has_quorum((4, training.donor.metadata()))
+    has_quorum((4, training.transport.metadata()))
     fetch = PeerClient.fetch
 
     def slow(*arguments, **more):
@@ -151,9 +150,8 @@ def test_a_joiner_asks_for_the_newest_state_until_it_is_what_it_has_prepared(tra
     training.commit()
     second = joiner.newest()
     assert second["outer_step"] == 5 and joiner.newest() is second
-    sent = {"user": {"diloco": STATE | {"outer_step": 5}}, "torchft": {"step": 5}}
-    training.donor.send_checkpoint([1], 5, sent, timedelta(seconds=10))
-    received = joiner.recv_checkpoint(0, training.donor.metadata(), 5, timedelta(seconds=10))
+    training.enter_quorum()
+    received = joiner.recv_checkpoint(0, training.transport.metadata(), 5, LIMIT)
     healed = received["user"]["diloco"]
     assert healed is second and healed[STATE_NAME] != first[STATE_NAME]
 
@@ -162,7 +160,7 @@ def test_a_joiner_whose_copy_was_dropped_for_another_joiner_asks_for_one_again(
     transports, training, monkeypatch
 ):
     joiner, other = transports(), transports()
-    address, fetch = training.donor.metadata(), joiner._client.fetch
+    address, fetch = training.transport.metadata(), joiner._client.fetch
     memory = []
 
     def fetch_late(*arguments, into, **more):
@@ -184,7 +182,7 @@ def test_a_state_whose_donor_has_left_is_still_one_to_prepare(transports, traini
     joiner.fetch()
     first = joiner.newest()
     has_quorum()
-    training.donor.shutdown()
+    training.transport.shutdown()
     assert joiner.newest() is first
     late = transports()
     late.fetch()
@@ -203,7 +201,7 @@ def test_the_same_state_is_not_downloaded_twice(
     else:
         other.serve(lambda: training.step, training.state)
         has_quorum((4, other.metadata()))
-        training.donor.shutdown()
+        training.transport.shutdown()
     assert joiner.newest() is first
     assert training.num_fetched == training.state.num_taken == 1
     if donor == "gone":  # from now on it asks the other one, and need not look for donors again
