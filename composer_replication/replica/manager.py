@@ -13,6 +13,8 @@ from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -61,32 +63,6 @@ The next manager with the same id uses the uuid again. With another uuid it woul
 the lighthouse, which would also wait for the old one until its heartbeats are old."""
 
 
-class AnsweringClient:
-    """Takes the place of torchft's ``ManagerClient``, and gives torchft a quorum that is in use.
-
-    The vote on a commit is among the ranks of a group, through the server of its manager. A single
-    rank has nobody to ask, and saves the milliseconds.
-
-    Args:
-        client: torchft's ``ManagerClient``.
-        num_ranks: The ranks of the group.
-
-    Attributes:
-        quorum: The quorum with which torchft connects and heals next.
-    """
-
-    def __init__(self, client: Any, num_ranks: int) -> None:
-        self.ask = client._quorum
-        self.should_commit = client.should_commit
-        if num_ranks == 1:
-            self.should_commit = lambda rank, step, vote, timeout: vote
-        self.quorum: Any = None
-
-    def _quorum(self, **request: Any) -> Any:
-        del request  # ``ReplicaManager._ask`` has made the same one
-        return self.quorum
-
-
 class ReplicaManager(InterruptibleManager):
     """The torchft Manager of one replica group; ``make_manager`` builds it.
 
@@ -100,8 +76,8 @@ class ReplicaManager(InterruptibleManager):
     * If one member sees an error in a collective, it ends the collective on all (``SyncAlarm``).
     * While it waits for a quorum, a collective or a vote, signals are handled.
 
-    ``start_quorum`` is a sync's quorum from top to bottom: what the last error was, asking until
-    there is a quorum that its members use, and then torchft's part, which connects and heals.
+    ``start_quorum`` is a sync's quorum from top to bottom: what the last error was, and then
+    torchft's part, which asks, by ``_ask_until_used``, connects and heals.
 
     Threads: a thread of the executor asks for each quorum, connects and downloads a heal's state;
     the main thread waits for it in ``start_quorum``, and takes the state over. So the methods below
@@ -179,7 +155,16 @@ class ReplicaManager(InterruptibleManager):
             *ranks,
             self._store,
         )
-        self._client = AnsweringClient(self._client, ranks[1])
+        # The vote on a commit is among the ranks of a group, through the server of its manager. A
+        # single rank has nobody to ask, and saves the milliseconds.
+        client = self._client
+        self._request_quorum = client._quorum
+        self._client = SimpleNamespace(
+            _quorum=self._ask_until_used,
+            should_commit=client.should_commit
+            if ranks[1] > 1
+            else lambda rank, step, vote, timeout: vote,
+        )
 
     @property
     def fault(self) -> str | None:
@@ -255,12 +240,11 @@ class ReplicaManager(InterruptibleManager):
             own.has_failed |= is_own_failure(error.original_exception)
             self._close_connections()
         own.gathers = self.asks_to_gather
-        self._client.quorum = self._wait_for_quorum(shrink_only, timeout)
-        if own.connection is None:
-            self._quorum_id = -1  # torchft connects again when the quorum's id has changed
+        self._has_given_up = Event()
         try:
             super().start_quorum(allow_heal, shrink_only, timeout)
         except BaseException:
+            self._has_given_up.set()
             # torchft keeps the failed future, and would raise its error in every later quorum.
             self._quorum_future = None
             raise
@@ -273,16 +257,20 @@ class ReplicaManager(InterruptibleManager):
             own.has_failed = own.connection is not None
             self._close_connections()
 
-    def _wait_for_quorum(self, shrink_only: bool, timeout: timedelta | None) -> Any:
-        """Ask for a quorum until there is one that its members use."""
-        self._waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
-        while True:
+    def _ask_until_used(self, **request: Any) -> Any:
+        """Ask for a quorum until there is one that its members use.
+
+        Args:
+            **request: That of torchft's ``Manager._async_quorum``, which calls this in the place of
+                its client's ``_quorum``, on the executor's thread.
+        """
+        has_given_up = self._has_given_up
+        while not has_given_up.is_set():
             asked_at = time.monotonic()
             try:
-                return self._wait(self._executor.submit(self._ask, shrink_only, timeout))
+                quorum = self._ask(request)
             except QuorumDeclined:
                 self._note_progress()
-                self._go_on()
                 self.member.missing.wait()
             except QuorumFailed as error:
                 log.warning("No quorum: %s. Asking again", error)
@@ -290,33 +278,27 @@ class ReplicaManager(InterruptibleManager):
                 # This group's own server, if it is gone, fails a request at once.
                 if time.monotonic() - asked_at > self._quorum_timeout.total_seconds() / 2:
                     self._note_progress()
-                self._go_on()
                 # If the lighthouse is away, the request fails at once: do not spin.
                 time.sleep(POLL_S)
+            else:
+                self._errored = None  # a collective of before may have failed since it was closed
+                if self.member.own.connection is None:
+                    self._quorum_id = -1  # torchft connects again when the quorum's id has changed
+                return quorum
+        raise QuorumFailed("nobody waits for it any more")
 
-    def _ask(self, shrink_only: bool, timeout: timedelta | None) -> Any:
-        """Ask the lighthouse for a quorum, and decide with its other members whether to use it.
-
-        The request is that of torchft's ``Manager._async_quorum``, with a report in the handle.
-        """
+    def _ask(self, request: dict[str, Any]) -> Any:
+        """Ask the lighthouse for a quorum, and decide with its other members whether to use it."""
         handle = self._pg.get_reconfigure_handle()  # pyright: ignore[reportAttributeAccessIssue]
         handle = self.member.add_report(handle, self._step)
         # The lighthouse gives a new quorum id while a member counts failed commits, and all would
         # connect again in every quorum. A member that is left out has no connection to renew.
         failures = 0 if self.member.is_left_out else self._commit_failures
+        request = request | {"commit_failures": failures, "reconfigure_handle": handle}
         try:
             if self._manager is not None:  # on rank 0, in whose process it is
                 self._manager.restart_if_it_refuses("This group's manager")
-            quorum = self._client.ask(
-                group_rank=self._group_rank,
-                step=self._step,
-                checkpoint_metadata=self._checkpoint_transport.metadata(),
-                shrink_only=shrink_only,
-                timeout=timeout or self._quorum_timeout,
-                init_sync=self._init_sync,
-                commit_failures=failures,
-                reconfigure_handle=handle,
-            )
+            quorum = self._request_quorum(**request)
         except Exception as error:  # torchft's Rust client raises a RuntimeError or a TimeoutError
             raise QuorumFailed((str(error) or repr(error)).splitlines()[0]) from error
         return self.member.use(quorum, self._do_ranks_agree)
@@ -342,22 +324,17 @@ class ReplicaManager(InterruptibleManager):
         self.member.own.connection = None
 
     def wait_quorum(self) -> None:
-        """Wait until torchft has connected and healed."""
+        """Wait until there is a quorum, and torchft has connected and healed."""
         assert self._quorum_future is not None, "wait_quorum comes after start_quorum"
-        self._wait(self._quorum_future)
-
-    def _wait(self, future: futures.Future[Any]) -> Any:
-        """Wait for a step of a quorum, and return its result."""
+        waiting = Waiting("for a quorum", self.give_up_after_s, log_after_s=LOG_EVERY_S)
         # With a timeout, so that Python handles signals between two waits.
-        while not futures.wait([future], timeout=POLL_S).done:
-            self._go_on()
-        return future.result()
-
-    def _go_on(self) -> None:
-        self._waiting.go_on(
-            lambda: read_status(self._lighthouse_addr).situation,
-            "Start the missing replica groups again, or the lighthouse, or raise give_up_after_s",
-        )
+        while not futures.wait([self._quorum_future], timeout=POLL_S).done:
+            waiting.go_on(
+                lambda: read_status(self._lighthouse_addr).situation,
+                "Start the missing replica groups again, or the lighthouse, or raise "
+                "give_up_after_s",
+            )
+        self._quorum_future.result()
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Connect to the members of a new quorum; torchft calls it on the executor's thread.
