@@ -42,7 +42,6 @@ class WeightAverages(Averages):
 
     group: ReplicaGroup
     state: State
-    _is_loaded_active = False
     _was_active = False
 
     @property
@@ -73,14 +72,12 @@ class WeightAverages(Averages):
 
     def after_load(self) -> None:
         """Note what is in the model after Composer has loaded a checkpoint, if there is one."""
-        self._is_loaded_active = self.are_saved
+        self._was_active = self.are_saved
 
     def before_join(self) -> None:
         """Put EMA's weights back that an evaluation before the fit may have swapped out."""
-        if self._is_loaded_active:
-            self._put_average(True)
-        self._is_loaded_active = False
-        self._was_active = self.are_saved
+        self._was_active = self._was_active or self.are_saved
+        self._put_average(self._was_active)
 
     def begin(self, is_resumed: bool) -> None:
         """Take EMA's weights out of the model, and average the global ones until ``leave``."""
@@ -99,6 +96,7 @@ class WeightAverages(Averages):
     def after_join(self) -> None:
         """Put EMA's weights back that were in the model when the fit began."""
         self._put_average(self._was_active)
+        self._was_active = False
 
     @contextmanager
     def out_of_the_model(self) -> Iterator[None]:
