@@ -12,7 +12,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,20 +106,12 @@ class LaunchOptions:
     hang_timeout_s: HangTimeout = SUPERVISED_HANG_TIMEOUT_S
 
 
-def launch_groups(
-    job: Job,
-    options: LaunchOptions,
-    *,
-    on_poll: Callable[[Supervisor], object] | None = None,
-    make_coordinator: Callable[..., Any] | None = None,
-) -> int:
+def launch_groups(job: Job, options: LaunchOptions) -> int:
     """Train in several replica groups on this machine, and print the result.
 
     Args:
         job: What the groups run.
         options: How many there are, and when one of them is started again.
-        on_poll: Is called several times a second while the groups run.
-        make_coordinator: A replacement for ``Coordinator``.
 
     Returns:
         An exit status: 0, 1 if the run failed, 2 if a group has rejected its input, 130 if the run
@@ -137,8 +129,7 @@ def launch_groups(
     began = time.monotonic()
     given = ReplicaEnv.from_env().tokens
     tokens = given or (secrets.token_hex(16),)
-    start_coordinator = make_coordinator or Coordinator
-    coordinator = start_coordinator(
+    coordinator = Coordinator(
         settings,
         job.source,
         num_replicas=replicas,
@@ -183,7 +174,7 @@ def launch_groups(
         for replica_id in range(replicas):
             start(replica_id)
         with display:
-            failed = supervisor.watch(on_poll)
+            failed = supervisor.watch()
         explain_failures(run_dir, failed, supervisor)
         if interrupts.count:
             print("Stopping the groups; Ctrl-C again kills them at once", flush=True)

@@ -13,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from composer_replication.config_file import ConfigError, with_values
+from composer_replication.coordinator import server
 from composer_replication.group.run_folder import make_run_folder
 from composer_replication.launch.commands import Count, JobOptions
 from composer_replication.launch.job import Job
 from composer_replication.launch.launcher import LaunchOptions, launch_groups
 from composer_replication.launch.run_record import open_run
+from composer_replication.launch.supervision import Supervisor
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 
 from .at_start.fault_injection import unreliable
@@ -88,7 +90,12 @@ def run_chaos(job: Job, options: ChaosOptions) -> int:
     injector = RandomFaultInjector(
         history, planned, options.faults_per_minute, duration_s, speeds, options.recovery_s
     )
-    with patch.dict(os.environ, unreliable(os.environ)):  # the groups inherit it
+    watch = Supervisor.watch
+    with (
+        patch.dict(os.environ, unreliable(os.environ)),  # the groups inherit it
+        patch.object(Supervisor, "watch", lambda supervisor: watch(supervisor, injector)),
+        patch.object(server, "Coordinator", injector.make_coordinator),
+    ):
         status = launch_groups(
             replace(job, config=config),
             LaunchOptions(
@@ -97,8 +104,6 @@ def run_chaos(job: Job, options: ChaosOptions) -> int:
                 straggler_timeout_s=options.straggler_timeout_s,
                 hang_timeout_s=HANG_ENDS_S,
             ),
-            on_poll=injector,
-            make_coordinator=injector.make_coordinator,
         )
     injector.finish()
     verdict = history.verdict(open_run(run_dir).digests)
