@@ -245,10 +245,8 @@ class TrainerJob(Host):
         jump = saved["steps"] - self.steps
         self.trainer.state.global_step += jump
         # Its logs divide the losses of this group's steps by their number since these.
-        counts = vars(self.trainer)
-        for name in ("_initial_global_step", "_globalstep_last_logged"):
-            if name in counts:  # the first is of transformers 5.20 and newer
-                counts[name] += jump
+        self.trainer._initial_global_step += jump
+        self.trainer._globalstep_last_logged += jump
 
 
 def _modules_of(trainer: Trainer) -> Iterator[tuple[str, nn.Module]]:
@@ -287,7 +285,7 @@ def check_parallelism(trainer: Trainer) -> None:
     """
     args = trainer.args
     optim = str(getattr(args.optim, "value", args.optim))
-    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    parallelism = trainer.accelerator.parallelism_config
     rejected = {
         f"nn.DataParallel over {args.n_gpu} GPUs: start the job with torchrun": args.n_gpu > 1,
         "DeepSpeed: use DDP or FSDP2": trainer.is_deepspeed_enabled,

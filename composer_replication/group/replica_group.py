@@ -97,6 +97,8 @@ class ReplicaGroup:
         self._metrics: dict[str, float] = {}
         """The metrics of the last evaluation, by name, which become part of the result."""
         self._run: RunInfo | None = None
+        self._known_step = 0
+        """The outer steps of the run that the coordinator knows of."""
         self._membership: Membership | None = None
         self._reporter = Reporter(ReplicaFolder(None, ""), self.settings, host)  # before a fit
         self.continuation = Continuation(host)
@@ -113,6 +115,7 @@ class ReplicaGroup:
         """Take the coordinator's settings, if there is one."""
         if self.options.coordinator_addr is not None:
             self._run = ask_for_run(self.options)
+            self._known_step = self._run.outer_step
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._named)
 
@@ -134,8 +137,9 @@ class ReplicaGroup:
     @property
     def has_begun(self) -> bool:
         """Whether the run has made outer steps. A collective of the group's ranks."""
-        known_step = 0 if self._run is None else self._run.outer_step
-        return ask_on_rank_0(lambda: max(known_step, last_outer_step(self.options.run_dir)) > 0)
+        return ask_on_rank_0(
+            lambda: max(self._known_step, last_outer_step(self.options.run_dir)) > 0
+        )
 
     # ---- a fit begins -----------------------------------------------------------------------
 
@@ -214,8 +218,7 @@ class ReplicaGroup:
     def _connect(self) -> DiLoCo:
         host = self.host
         options = self.options
-        known_step = 0 if self._run is None else self._run.outer_step
-        refusal = self.continuation.start_refusal(options.run_dir, known_step)
+        refusal = self.continuation.start_refusal(options.run_dir, self._known_step)
         if self._run is not None:
             synced = self.continuation.layout.fragments
             self._membership = Membership(options, self._run, synced, world_size())
