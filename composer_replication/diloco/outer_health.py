@@ -22,8 +22,8 @@ class GroupMetrics(NamedTuple):
         contribution: Its weight in the mean; 0 if it contributes nothing.
         norm: L2 norm of its pseudo-gradient; 0 if it contributes nothing.
         step_s: Seconds that one of its inner steps takes; only measured with ``round_seconds``.
-        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual, in its wire
-            format.
+        sent_norm: L2 norm of what it sends: the pseudo-gradient with the residual, before it is
+            rounded to its wire format.
         moved: ``norm`` over parameters alone. Buffers may be unlike in honest groups, and make the
             residual of parameters beside them large.
         inner_steps: Inner steps that the pseudo-gradient covers.

@@ -1,4 +1,4 @@
-"""The outer optimizer, the sign of the pseudo-gradient that it gets, and its step on a CPU."""
+"""The outer optimizer, the sign of the pseudo-gradient that it gets, and its step in chunks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 
 POLL_S = 1.0
-"""Seconds between two looks while groups are missing."""
+"""Seconds between two looks while groups are missing, or two requests for a quorum."""
 
 START_POLL_S = 0.5
 """Seconds between two attempts to start."""

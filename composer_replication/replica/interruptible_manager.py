@@ -59,7 +59,7 @@ class InterruptibleManager(Manager):
     torchft waits for a collective inside gloo, and for a vote inside its Rust client. Python
     handles no signal meanwhile, so SIGTERM or Ctrl-C would do nothing for up to ``timeout``. Here
     the main thread waits in short sleeps. It also looks at the connection's ``SyncAlarm``, so an
-    error that one member sees in a collective ends the collective on all members at once.
+    error that one member sees in a collective ends it on all members within a second.
 
     Over NCCL collectives are waited for as in torchft: their ``wait`` only queues work on the
     stream, and nothing ends what hangs there before ``timeout`` (ADR-057).
