@@ -74,7 +74,7 @@ def main(out):
         groups=3,
         # Other initial weights in each of the six ranks. DDP levels them inside a group; between
         # the groups the cold start has to.
-        seed=10 * group + rank,
+        model_seed=10 * group + rank,
         max_duration="10000ba",
         schedulers=None,
         loggers=BrokenOnOneRank(),

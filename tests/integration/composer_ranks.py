@@ -80,7 +80,7 @@ def digest_of(named):
     return digest.hexdigest()
 
 
-def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, seed=3, **more):
+def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, model_seed=3, **more):
     """Train this rank; what it has held, and how it ended.
 
     Args:
@@ -90,7 +90,7 @@ def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, see
         fsdp: The type of FSDP's checkpoints; None under DDP.
         ema: The half-life of an average of the weights; None without it.
         groups: How many share the ten batches of an epoch.
-        seed: Of the initial weights.
+        model_seed: Of the initial weights.
         **more: Of the Trainer; and ``dtype``, of the model.
     """
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, see
         group_rank=dist.get_global_rank(),
         num_replicas=ranks,
     )
-    model = TinyModel(seed=seed, dtype=getattr(torch, more.pop("dtype", "float32")))
+    model = TinyModel(seed=model_seed, dtype=getattr(torch, more.pop("dtype", "float32")))
     record = Record(diloco)
     trainer = Trainer(
         model=model,
