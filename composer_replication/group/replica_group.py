@@ -97,8 +97,6 @@ class ReplicaGroup:
         self._metrics: dict[str, float] = {}
         """The metrics of the last evaluation, by name, which become part of the result."""
         self._run: RunInfo | None = None
-        self._known_step = 0
-        """The outer steps of the run that the coordinator knows of."""
         self._membership: Membership | None = None
         self._reporter = Reporter(ReplicaFolder(None, ""), self.settings, host)  # before a fit
         self.continuation = Continuation(host)
@@ -115,7 +113,6 @@ class ReplicaGroup:
         """Take the coordinator's settings, if there is one."""
         if self.options.coordinator_addr is not None:
             self._run = ask_for_run(self.options)
-            self._known_step = self._run.outer_step
             self.settings = self._run.settings
             self.options = self._run.adopt(self.options, self._named)
 
@@ -133,6 +130,11 @@ class ReplicaGroup:
             self,
             self.host.save_argument,
         )
+
+    @property
+    def _known_step(self) -> int:
+        """The outer steps of the run that the coordinator knew of when it was asked."""
+        return 0 if self._run is None else self._run.outer_step
 
     @property
     def has_begun(self) -> bool:

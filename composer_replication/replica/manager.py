@@ -281,6 +281,8 @@ class ReplicaManager(InterruptibleManager):
                 # If the lighthouse is away, the request fails at once: do not spin.
                 time.sleep(POLL_S)
             else:
+                if has_given_up.is_set():  # peers would wait for a group that connects and leaves
+                    break
                 self._errored = None  # a collective of before may have failed since it was closed
                 if self.member.own.connection is None:
                     self._quorum_id = -1  # torchft connects again when the quorum's id has changed

@@ -6,6 +6,7 @@ Real: logging, process group objects, a store; in the last test the lighthouse a
 import gc
 import logging
 import re
+import threading
 import time
 import weakref
 from unittest.mock import Mock
@@ -186,6 +187,22 @@ def test_quorums_that_are_declined_again_and_again_are_given_up_too(start_lighth
     manager.member.use = Mock(side_effect=[QuorumDeclined] * 50)
     with pytest.raises(SyncError, match="waited for a quorum for .*, above give_up_after_s=0.5"):
         manager.start_quorum()
+    manager.shutdown()
+
+
+@pytest.mark.integration
+def test_a_quorum_that_comes_after_its_group_has_given_up_is_not_connected(start_lighthouse):
+    manager = make_manager(replica_id=0, lighthouse_addr=start_lighthouse(), give_up_after_s=0.5)
+    given_up, connected, use = threading.Event(), [], manager.member.use
+    manager.member.use = lambda *given: given_up.wait(30) and use(*given)
+    manager._reconfigure_pg = lambda *given: connected.append(given)
+    with pytest.raises(SyncError, match="waited for a quorum for"):
+        manager.start_quorum()
+    asking = [thread for thread in threading.enumerate() if thread.name == "daemon_executor"]
+    given_up.set()
+    for thread in asking:
+        thread.join(30)
+    assert asking and not connected
     manager.shutdown()
 
 
