@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -151,6 +151,7 @@ class ReplicaManager(InterruptibleManager):
             report,
             transport.server.tokens,
             MissingMembers(lambda: read_status(self._lighthouse_addr).alive),
+            self._find_unreachable,
             options.min_replica_size,
             *ranks,
             self._store,
@@ -353,15 +354,16 @@ class ReplicaManager(InterruptibleManager):
             self._alarm = None
         identity = json.dumps([communicator_id, handles]).encode()
         number = int.from_bytes(hashlib.sha256(identity).digest()[:7], "big")
-        client = PeerClient(self.member.tokens, "", CONNECT_TIMEOUT_S)
+        limit_s = self._connect_timeout.total_seconds()
+        client = PeerClient(self.member.tokens, "", limit_s)
         boards = {
             name: partial(client.ask, report.board) for name, report in self.member.reports.items()
         }
         # Twice the limit: a member takes up to one limit to find out whom it cannot reach, if their
         # names have one IP address each.
-        rendezvous = Rendezvous(boards, self.member.name, number, 2 * CONNECT_TIMEOUT_S)
+        rendezvous = Rendezvous(boards, self.member.name, number, 2 * limit_s)
         places = dict(zip(boards, map(json.loads, handles), strict=True))
-        unreachable = find_unreachable(places)
+        unreachable = self._find_unreachable(places)
         self.member.own.unreachable = unreachable  # the next report names them too
         if unreachable:
             rendezvous.decline(unreachable)
@@ -375,6 +377,9 @@ class ReplicaManager(InterruptibleManager):
         super()._reconfigure_pg(number, handles)
         self._alarm = SyncAlarm(next(iter(boards.values())), number)
         self.member.own.connection = QuorumConnection(communicator_id, len(handles), number)
+
+    def _find_unreachable(self, handles: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
+        return find_unreachable(handles, self._connect_timeout.total_seconds())
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Vote, as torchft does; after a commit, close what departed managers have left open.

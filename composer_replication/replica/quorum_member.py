@@ -29,11 +29,14 @@ from composer_replication.replica.quorum import (
     shared_folders,
     write_handle,
 )
-from composer_replication.replica.rendezvous import find_unreachable
 from composer_replication.settings import TENSORS, SettingsMismatch
 from composer_replication.util.fence import fence
 
 log = logging.getLogger(__name__)
+
+FindUnreachable = Callable[[Mapping[str, Any]], tuple[str, ...]]
+"""Takes members' handles, by the lighthouse's name of the member, and returns the names of those
+whose address does not answer."""
 
 
 class QuorumFailed(ConnectionError):
@@ -94,6 +97,7 @@ class QuorumMember:
             ``connection`` is None after ``use`` if all members connect again.
         tokens: The run's accepted secrets; the first one signs reports.
         missing: The members that this group waits for.
+        find_unreachable: Says which members' addresses do not answer. Called on a thread too.
         min_replica_size: So many members stay when members are left out. If too few would, nobody
             is.
         rank: This process's rank in its group.
@@ -109,6 +113,7 @@ class QuorumMember:
     own: MemberReport
     tokens: Sequence[str]
     missing: MissingMembers
+    find_unreachable: FindUnreachable
     min_replica_size: int
     rank: int
     num_ranks: int
@@ -117,7 +122,7 @@ class QuorumMember:
     def __post_init__(self) -> None:
         self.reports: MemberReports = {}
         self.blame = Blame(self.name, self.rank)
-        self._recheck = Recheck({})
+        self._recheck = Recheck({}, self.find_unreachable)
         self._warned: dict[str, set[str]] = {}
 
     # ---- what this member reports ------------------------------------------------------------
@@ -365,7 +370,7 @@ class QuorumMember:
         broken = set(tried).intersection(reports[self.name].unreachable)
         self._recheck.stop()
         addresses = {name: json.loads(handles[name]) for name in broken}
-        self._recheck = Recheck(addresses)
+        self._recheck = Recheck(addresses, self.find_unreachable)
         self.own.left_out += tuple(sorted(left_out))
         if self.is_left_out:
             raise QuorumDeclined
@@ -377,9 +382,10 @@ class Recheck:
 
     EVERY_S = 0.5
 
-    def __init__(self, handles: Mapping[str, Any]) -> None:
+    def __init__(self, handles: Mapping[str, Any], find_unreachable: FindUnreachable) -> None:
         self.names = tuple(handles)
         self._handles = handles
+        self._find_unreachable = find_unreachable
         self._stopped = Event()
         if handles:
             Thread(target=self._run, daemon=True, name="diloco-recheck").start()
@@ -388,7 +394,7 @@ class Recheck:
         while self.names:
             left = {name: self._handles[name] for name in self.names}
             with fence("which groups answer again"):  # after an error those left count as silent
-                self.names = find_unreachable(left)
+                self.names = self._find_unreachable(left)
             if self._stopped.wait(self.EVERY_S):
                 return
 

@@ -26,18 +26,19 @@ peer has gone.
 """
 
 
-def find_unreachable(handles: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
+def find_unreachable(handles: Mapping[str, Mapping[str, Any]], timeout_s: float) -> tuple[str, ...]:
     """Find the members of a quorum whose address does not answer.
 
     gloo would wait for such a member until its timeout, and not say which one it is.
 
     Args:
-        handles: torchft's handles, by the lighthouse's name of the member. The members are tried at
-            the same time, the IP addresses of a name one after the other.
+        handles: torchft's handles, by the lighthouse's name of the member.
+        timeout_s: Limit of each connection, in seconds. The members are tried at the same time, the
+            IP addresses of a name one after the other.
     """
 
     def is_silent(name: str) -> bool:
-        return not does_answer(handles[name]["store"])
+        return not does_answer(handles[name]["store"], timeout_s)
 
     with ThreadPoolExecutor(len(handles)) as pool:
         return tuple(itertools.compress(handles, pool.map(is_silent, handles)))

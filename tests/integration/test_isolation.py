@@ -21,7 +21,6 @@ from integration.test_faults import Scalar
 
 import composer_replication.replica.manager as manager_module
 from composer_replication import DiLoCo, SyncError
-from composer_replication.replica import quorum_member
 from composer_replication.replica.blame import AtFaultError, Blame
 from composer_replication.replica.manager import ReplicaManager
 from composer_replication.replica.peer_client import PeerError
@@ -145,12 +144,11 @@ def two_cannot_reach_each_other(group: Process) -> dict[str, Any]:
         cut = {0: "group_2", 2: "group_0"}.get(group.replica_id)
         find = manager_module.find_unreachable
 
-        def find_with_a_fault(handles: Any) -> tuple[str, ...]:
+        def find_with_a_fault(handles: Any, limit_s: float) -> tuple[str, ...]:
             return find({n: h | {"store": "127.0.0.1:9"} if n.split(":")[0] == cut else h
-                         for n, h in handles.items()})  # fmt: skip
+                         for n, h in handles.items()}, limit_s)  # fmt: skip
 
-        for module in (manager_module, quorum_member):
-            module.find_unreachable = find_with_a_fault
+        manager_module.find_unreachable = find_with_a_fault
         manager.report_error(LOST)
 
     return train(group, trouble, first=2)

@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from waiting import wait_until
 
 from composer_replication.options import DuplicateIdError
-from composer_replication.replica import blame, missing_members, quorum_member
+from composer_replication.replica import blame, missing_members
 from composer_replication.replica.blame import AtFaultError, Blame
 from composer_replication.replica.lighthouse import STRAGGLER_TIMEOUT_S
 from composer_replication.replica.missing_members import MissingMembers
@@ -37,12 +37,13 @@ from composer_replication.settings import SettingsMismatch
 HANDLE = '{"store": "host:1"}'
 
 
-def member_of(letter, *, tokens=("secret",), **arguments):
+def member_of(letter, *, tokens=("secret",), find_unreachable=lambda handles: (), **arguments):
     return QuorumMember(
         f"{letter}:1",
         MemberReport(manager=f"http://{letter}", board=f"{letter}:2"),
         tokens,
         MissingMembers(frozenset),
+        find_unreachable,
         **{"min_replica_size": 1, "rank": 0, "num_ranks": 1, "store": None} | arguments,
     )
 
@@ -74,29 +75,20 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.fixture(autouse=True)
-def silent(monkeypatch):
-    """The members whose addresses do not answer when they are tried again."""
-    silent = set()
-    monkeypatch.setattr(
-        quorum_member, "find_unreachable", lambda handles: tuple(silent.intersection(handles))
-    )
-    return silent
-
-
 class Groups:
     """Replica groups by one letter each; ``a`` is called ``a:1`` by the lighthouse.
 
-    Addresses of the members in ``silent`` do not answer when they are tried again.
+    Addresses of the members in ``dead`` do not answer when they are tried again.
     """
 
     def __init__(self, letters, min_replica_size=1):
-        self.min_replica_size = min_replica_size
+        self.min_replica_size, self.dead = min_replica_size, set()
         self.member = {letter: self.start(letter) for letter in letters}
 
     def start(self, letter):
         return member_of(
             letter,
+            find_unreachable=lambda handles: tuple(self.dead.intersection(handles)),
             min_replica_size=self.min_replica_size,
         )
 
@@ -304,18 +296,18 @@ def test_a_failure_after_which_a_member_has_gone_or_come_is_nobody_elses_to_coun
     assert caplog.messages == ["No longer in the quorum: replica group c"] * 2
 
 
-def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(silent, monkeypatch, caplog):
+def test_a_member_that_cannot_be_reached_is_left_out_until_it_can(monkeypatch, caplog):
     monkeypatch.setattr(Recheck, "EVERY_S", 0.01)
     groups = Groups("abc")
     groups.quorum(1, "abc")
-    silent.add("c:1")
+    groups.dead = {"c:1"}
     groups.cannot_reach("c", "a", "b")
     assert groups.quorum(1, "abc", left_out="c") == "connected"
     assert [*groups.member["a"].reports] == [*groups.member["b"].reports] == ["a:1", "b:1"]
     assert groups.quorum(1, "abc", left_out="c") == "kept"
     assert [groups.member[letter].is_left_out for letter in "abc"] == [False, False, True]
     assert caplog.text.count("Syncs go on without group c: a, b cannot reach it") == 3  # each once
-    silent.clear()
+    groups.dead.clear()
     wait_until(lambda: "c:1" not in groups.member["a"].add_report(HANDLE, 1).partition("unr")[2])
     wait_until(lambda: "c:1" not in groups.member["b"].add_report(HANDLE, 1).partition("unr")[2])
     assert groups.quorum(3, "abc") == "connected"
@@ -334,16 +326,15 @@ def test_a_member_is_tried_again_after_an_error_that_nobody_has_foreseen(monkeyp
 
     monkeypatch.setattr(Recheck, "EVERY_S", 0.01)
     monkeypatch.setattr("composer_replication.util.fence._logged", set())
-    monkeypatch.setattr(quorum_member, "find_unreachable", find_unreachable)
-    recheck = Recheck({"c:1": {}})
+    recheck = Recheck({"c:1": {}}, find_unreachable)
     wait_until(lambda: not recheck.names)
     assert "RuntimeError: can't start new thread" in caplog.text
 
 
-def test_nobody_waits_for_a_member_that_is_left_out_and_asks_late(silent):
+def test_nobody_waits_for_a_member_that_is_left_out_and_asks_late():
     groups = Groups("abc")
     groups.quorum(1, "abc")
-    silent.add("a:1")
+    groups.dead = {"a:1"}
     groups.cannot_reach("a", "c")
     groups.are_alive(*"abc")
     assert groups.quorum(1, "abc", left_out="a") == "connected"

@@ -95,7 +95,7 @@ def test_all_members_are_tried_at_the_same_time(monkeypatch):
     handles = {f"{number}:1": {"store": f"host:{number}"} for number in range(40)}
     all_begin = Barrier(len(handles), timeout=5.0)
     monkeypatch.setattr(addresses, "can_connect", lambda *_: all_begin.wait() < 0)
-    assert find_unreachable(handles) == tuple(handles)
+    assert find_unreachable(handles, 5.0) == tuple(handles)
 
 
 # ---- the alarm ----------------------------------------------------------------------------------

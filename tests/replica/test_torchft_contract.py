@@ -46,7 +46,8 @@ PRIVATE_NAMES = {
     "torchft.local_sgd.DiLoCo": "_manager _local_optimizer _step_pre_hook _step_post_hook",
     "torchft.process_group.ProcessGroupGloo": "_pg _rendezvous_store _create_pg _timeout",
     "torchft.manager.Manager": "_use_async_quorum _min_replica_size _pg _checkpoint_transport "
-    "_client _commit_failures _errored _executor _group_rank _group_world_size _init_sync "
+    "_client _commit_failures _connect_timeout _errored _executor _group_rank _group_world_size "
+    "_init_sync "
     "_load_state_dict_fns _manager _quorum_future _quorum_id _reconfigure_pg _store "
     "_quorum_timeout _step "
     "_timeout _user_state_dicts",
