@@ -23,6 +23,8 @@ context.set_forkserver_preload(PRELOAD)  # before the first fork, which starts t
 def begin_fork(collects: bool = True) -> None:
     """The first call in a fork: check the server, and leave what it has imported alone.
 
+    Without ``collects`` the garbage collector stays off, as in a server of further forks.
+
     The server must have no thread: a lock that one of its threads holds stays held here. What it
     has imported is never garbage; each look of the collector at it would copy 100 MB of pages.
     """

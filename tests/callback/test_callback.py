@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import torch
@@ -80,8 +81,9 @@ def test_a_handler_of_a_subclass_is_called_too():
     ],
 )
 def test_what_the_environment_lacks_is_named_when_training_starts(no_network, arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        train(DiLoCoCallback(**arguments))
+    trainer = trainer_of(DiLoCoCallback(**arguments), max_duration="1ba")
+    with closing(trainer), pytest.raises(ValueError, match=re.escape(message)):
+        trainer.fit()
 
 
 def test_an_optimizer_that_moves_weights_between_steps_is_refused():

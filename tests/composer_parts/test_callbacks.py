@@ -42,7 +42,7 @@ def test_an_export_is_the_model_after_the_final_sync():
 @pytest.mark.parametrize("settings", [{}, STREAMING], ids=["vanilla", "streaming"])
 def test_a_group_that_stops_by_itself_follows_the_others_to_their_end(settings):
     def stopper(group):
-        threshold = -1.0 if group else 2  # the second one never
+        threshold = -1.0 if group else 2  # group 1 never stops by itself
         stops = {"comp": torch.less, "stop_on_batch": True}
         return {"callbacks": [ThresholdStopper("MulticlassAccuracy", "train", threshold, **stops)]}
 

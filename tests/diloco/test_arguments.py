@@ -38,6 +38,7 @@ def test_a_function_shows_every_keyword_with_its_default_and_its_description(doo
     defaults = defaults_of(DOORS[door])
     assert not [each for each in shown.values() if each.kind is each.VAR_KEYWORD]
     assert {name: shown[name].default for name in defaults} == defaults
+    assert {shown[name].kind for name in defaults} == {inspect.Parameter.KEYWORD_ONLY}
     described = inspect.getdoc(door.__init__ if isinstance(door, type) else door)
     if door is DiLoCo:
         described += inspect.getdoc(DiLoCo)  # the class describes what is no keyword

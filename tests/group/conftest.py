@@ -1,4 +1,4 @@
-"""For all tests of a replica group."""
+"""The clock of the tests in this folder."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from composer_replication.group import reports, run_folder
 
 
 class Clock:
-    """Stands still until it is told to move."""
+    """In the place of the module ``time``. It stands still; a test sets ``now``."""
 
     now = 100.0
 
@@ -18,7 +18,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """That of the run's folder and of the reports."""
+    """The clock that the run's folder and the reports read."""
     clock = Clock()
     for module in (reports, run_folder):
         monkeypatch.setattr(module, "time", clock)

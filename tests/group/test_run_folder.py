@@ -76,7 +76,6 @@ def test_two_runs_that_start_in_the_same_second_have_a_folder_each(tmp_path, mon
 
 HOLD = """
 import sys
-import weakref
 from composer_replication.group.run_folder import make_run_folder
 try:
     make_run_folder({"run_dir": sys.argv[1], "autoresume": True}, "tiny.yaml")

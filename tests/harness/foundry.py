@@ -28,9 +28,11 @@ def foundry_command(*arguments):
     return [str(Path(sys.executable).with_name("llmfoundry")), *map(str, arguments)]
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+
+
 def offline_environ(**extra):
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    return os.environ | offline | extra
+    return os.environ | OFFLINE | extra
 
 
 def write_tokenizer(folder, texts):

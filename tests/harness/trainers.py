@@ -87,7 +87,15 @@ def sgd(parameters):
 
 
 def trainer_of(*callbacks, replica_id=0, model: Any = TinyModel, optimizer=sgd, **arguments):
-    """A small Trainer; its model, or a function that makes it of the group's number."""
+    """A small Trainer.
+
+    Args:
+        *callbacks: Of the Trainer.
+        replica_id: The group's number.
+        model: The model, or a function that makes it of the group's number.
+        optimizer: Makes the inner optimizer of the parameters.
+        **arguments: Of the Trainer; they go before the defaults here.
+    """
     with building:
         if not isinstance(model, torch.nn.Module):
             model = model(replica_id)
@@ -99,8 +107,12 @@ def trainer_of(*callbacks, replica_id=0, model: Any = TinyModel, optimizer=sgd, 
             "progress_bar": False,
             "auto_log_hparams": False,
         }
-        own |= {"optimizers": optimizer(model.parameters()), "callbacks": [*callbacks]}
-        return Trainer(model=model, **own | arguments)
+        return Trainer(
+            model=model,
+            optimizers=optimizer(model.parameters()),
+            callbacks=[*callbacks],
+            **own | arguments,
+        )
 
 
 def callback_of(sim, **arguments):

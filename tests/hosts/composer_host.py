@@ -12,7 +12,7 @@ from composer import Callback
 from composer.loggers import InMemoryLogger
 from composer.utils import dist
 from harness.logged import logged
-from harness.trainers import Evaluated, part_of, saving, trainer_of
+from harness.trainers import Evaluated, building, part_of, saving, trainer_of
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,8 +55,9 @@ def _train(job: Job, sim: SimulatedReplica) -> Outcome:
     # A manager is good for one fit.
     manager = None if job.fits > 1 else sim.manager
     callback = DiLoCoCallback(manager=manager, **job.arguments(sim.replica_id, sim.num_replicas))
-    model = Evaluated()
-    model.mlp = net = job.model(sim.replica_id)
+    with building:  # a model draws from the generator that another thread's Trainer seeds
+        model = Evaluated()
+        model.mlp = net = job.model(sim.replica_id)
     steps = _Steps(job, sim.replica_id, net)
     memory = InMemoryLogger()
     more: dict[str, Any] = {}

@@ -19,12 +19,12 @@ from harness.processes import Process, run_groups
 
 from hosts.host import Job, group_of, held_out, weights_of
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 
-from safetensors.torch import load_file  # noqa: E402
-from transformers import EarlyStoppingCallback, TrainerCallback  # noqa: E402
+from safetensors.torch import load_file
+from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hosts.hf_trainers import At, in_group, rows_of  # noqa: E402
+from hosts.hf_trainers import At, in_group, rows_of
 
 # ---- evaluations, saves and ends ------------------------------------------------------------
 

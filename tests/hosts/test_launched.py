@@ -101,14 +101,14 @@ def test_one_bad_batch_costs_a_round_of_one_group_and_is_reported(host, tmp_path
 
 
 def interrupt(folder: Path, command: subprocess.Popen[str], is_time) -> None:
-    """Press Ctrl-C when it is time."""
+    """Press Ctrl-C once ``is_time()`` is true, and wait for the end of the command."""
     wait_until(lambda: is_time() or command.poll() is not None, 240, said=lambda: said(folder))
     command.send_signal(signal.SIGINT)
     assert command.wait(60) == 130, said(folder)
 
 
 def words_to_go_on(folder: Path) -> list[str]:
-    """Of the line that was printed."""
+    """The words after ``composer-replication`` in the printed line ``To go on:``."""
     [line] = re.findall(r"(?m)^To go on: composer-replication (.+)$", said(folder))
     return shlex.split(line)
 

@@ -252,7 +252,7 @@ def test_a_run_continued_from_its_last_step_ends_with_what_it_had(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Of step 8."""
+    """The path of a checkpoint of step 8."""
     trainer_of(alone(), saver_in(tmp_path), max_steps=8).fit(module_of(), loader_of(0, 8))
     return str(tmp_path / "last.ckpt")
 

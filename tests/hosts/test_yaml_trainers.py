@@ -8,6 +8,7 @@ a tiny model on the CPU, two groups under ``launch``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,7 +73,9 @@ def test_the_recipe_trains_two_groups_that_save_the_same_model(trainer: str, tmp
     command, own = TRAINERS[trainer]
     write_model_and_data(tmp_path)
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(OF_BOTH | own))
+    paths = [str(ROOT), str(ROOT / "examples"), *sys.path]  # a command has no folder of its script
     offline = {"HF_HUB_OFFLINE": "1", "AXOLOTL_DO_NOT_TRACK": "1"}
+    offline |= {"PYTHONPATH": os.pathsep.join(paths)}
     words = ["--set", "sync_every=10", "--", sys.executable, *command, "sft.yaml"]
     summary, said = launch(tmp_path, *words, **offline)
     assert [group["inner_steps"] for group in summary["replicas"]] == [STEPS, STEPS]

@@ -76,6 +76,7 @@ def main(out):
         # the groups the cold start has to.
         model_seed=10 * group + rank,
         max_duration="10000ba",
+        eval_interval=0,
         schedulers=None,
         loggers=BrokenOnOneRank(),
     )

@@ -90,7 +90,7 @@ def train(diloco, *others, optimizer="adamw", fsdp=None, ema=None, groups=1, mod
         fsdp: The type of FSDP's checkpoints; None under DDP.
         ema: The half-life of an average of the weights; None without it.
         groups: How many share the ten batches of an epoch.
-        model_seed: Of the initial weights.
+        model_seed: Of the initial weights. The Trainer's ``seed`` is one of ``more``.
         **more: Of the Trainer; and ``dtype``, of the model.
     """
     torch.manual_seed(0)

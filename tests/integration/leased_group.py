@@ -1,4 +1,6 @@
-"""A replica group whose model records which samples it has been trained on. See test_leases.py.
+"""A replica group whose model records which samples it has been trained on.
+
+Of test_leases.py, and of chaos/saves/composer_job.py.
 
 python leased_group.py PLAN, as JSON.
 
@@ -50,11 +52,14 @@ def train(plan, *others):
     """The process of a rank of a group. It ends with the epoch.
 
     Args:
-        plan: Of the run; with ``saves``, the Trainer's own words for it, from what it has saved.
+        plan: ``length``, ``fragments``, ``step_s`` and ``run_dir``. With ``saves``, arguments of
+            the Trainer, it saves, and goes on from what it has saved. ``diloco``: arguments of our
+            callback, in place of those here.
         *others: Callbacks beside ours.
     """
     model = Memory(plan["length"], plan["fragments"], plan["step_s"])
-    diloco = DiLoCoCallback(timeout=10.0, start_timeout_s=60.0, run_dir=plan["run_dir"])
+    waits = plan.get("diloco", {"timeout": 10.0, "start_timeout_s": 60.0})
+    diloco = DiLoCoCallback(run_dir=plan["run_dir"], **waits)
     folder = f"{plan['run_dir']}/replica_{os.environ['REPLICA_GROUP_ID']}"
     trainer = Trainer(
         model=model,
@@ -63,7 +68,7 @@ def train(plan, *others):
             range(plan["length"]),
             batch_size=4,
             dataset_id="ids",
-            unit_size=64,
+            unit_size=plan.get("unit_size", 64),
         ),
         max_duration="1ep",
         callbacks=[diloco, *others],

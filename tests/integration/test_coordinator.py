@@ -33,7 +33,7 @@ def config_of(diloco: str) -> str:
 
 
 def command(*arguments: object, **environ: str) -> ForkedCommand:
-    """Start one of ours."""
+    """Start composer-replication with these words, in an environment without its variables."""
     own = {name: v for name, v in paced(0.04).items() if not name.startswith("COMPOSER_")}
     return ForkedCommand(
         [sys.executable, "-m", "composer_replication", *map(str, arguments)],
@@ -64,7 +64,7 @@ class Run:
         self.coordinator = self.start_coordinator()
 
     def start_coordinator(self) -> ForkedCommand:
-        """It answers."""
+        """Start the coordinator, and wait until it answers."""
         options = ["--bind", f"127.0.0.1:{self.port}", "--state-dir", self.folder / "state"]
         options += ["--replicas", self.replicas]
         process = command("coordinator", self.config, *options)

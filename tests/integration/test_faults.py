@@ -219,7 +219,7 @@ def be_of_another_mind(rank: int, manager: ReplicaManager) -> None:
             return replace(status, alive=status.alive | manager.member.missing.names)
         return status
 
-    replica_manager.read_status = read_an_old_status  # type: ignore[assignment]
+    replica_manager.read_status = read_an_old_status
 
 
 def train_ranks_through_a_restart(
@@ -299,7 +299,7 @@ def _read_slowly() -> None:
         return receive_into(connection, buffer)
 
     peer_client.CHUNK = 10_000
-    socket.socket.recv_into = slowly  # type: ignore[assignment]
+    socket.socket.recv_into = slowly
 
 
 @pytest.mark.alone

@@ -61,7 +61,7 @@ def shard_and_train(process: Process, folder: str) -> list[tuple[int, str]]:
 
 
 def _digest_of_all(model: torch.nn.Module) -> str:
-    whole = [(name, p.full_tensor()) for name, p in model.named_parameters()]  # type: ignore[operator]
+    whole = [(name, p.full_tensor()) for name, p in model.named_parameters()]
     return digest_of([*whole, *model.named_buffers()])
 
 
@@ -93,7 +93,7 @@ def shard_and_train_with_muon(process: Process, folder: str) -> list[list[float]
     for p in model.parameters():
         for tensor in optimizer.state[p].values():
             assert tensor.ndim == 0 or tensor.placements == p.placements
-    whole = [p.full_tensor() for p in model.parameters()]  # type: ignore[operator]
+    whole = [p.full_tensor() for p in model.parameters()]
     dist.destroy_process_group()
     return [p.flatten().tolist() for p in whole]
 

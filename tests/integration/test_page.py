@@ -40,7 +40,7 @@ def axe(pytestconfig):
 
 
 def page_of(run_dir):
-    """The address of its saved page."""
+    """Save the page of a run, and return its address."""
     return write_page(open_run(run_dir)).as_uri()
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from harness import foundry
-from harness.foundry import offline_environ
+from harness.foundry import OFFLINE
 from harness.launching import ROOT, launch
 from run_events import syncs_of
 
@@ -24,7 +24,7 @@ def test_a_script_with_a_hugging_face_model_in_groups_of_two_ranks(tmp_path):
     pytest.importorskip("transformers")
     script = [sys.executable, EXAMPLES / "train_hf.py", "30ba"]
     options = ["--nproc", "2", "--set", "sync_every=10"]
-    summary, _ = launch(tmp_path, *options, "--", *script, **offline_environ(TMPDIR=str(tmp_path)))
+    summary, _ = launch(tmp_path, *options, "--", *script, **OFFLINE, TMPDIR=str(tmp_path))
     assert summary["outer_steps"] == 3 and (tmp_path / "run" / "report.html").exists()
     assert (tmp_path / "run" / "replica_1" / "log_rank1.txt").stat().st_size
 
@@ -33,7 +33,7 @@ def test_lora_trains_and_sends_the_adapters_alone(tmp_path):
     pytest.importorskip("peft")
     script = [sys.executable, EXAMPLES / "train_lora.py", "20ba"]
     words = ["--set", "sync_every=10", "--", *script]
-    summary, _ = launch(tmp_path, *words, **offline_environ(TMPDIR=str(tmp_path)))
+    summary, _ = launch(tmp_path, *words, **OFFLINE, TMPDIR=str(tmp_path))
     assert summary["outer_steps"] == 2
     syncs = syncs_of(tmp_path / "run" / "replica_0")
     # Two layers, each with A of 8 x 64 and B of 192 x 8, and the group's weight in the mean.

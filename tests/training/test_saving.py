@@ -43,16 +43,21 @@ def test_each_group_has_a_folder_of_its_own(saving, run_dir, folder):
     assert save_folder_of(saving | {"run_dir": run_dir}, 3) == folder
 
 
+def test_an_interval_alone_saves_below_the_run_folder(config, tmp_path):
+    run_dir = tmp_path / "run"
+    train(load_config(config, ["save_interval=2ba", f"run_dir={run_dir}"]))
+    folder = run_dir / "replica_0" / "checkpoints"
+    assert {path.name for path in folder.iterdir()} >= {"ep0-ba2-rank0.pt", "latest-rank0.pt"}
+
+
 @pytest.mark.slow
-def test_an_interval_alone_saves_below_the_run_folder_and_autoresume_goes_on(config, tmp_path):
+def test_an_interval_alone_saves_and_autoresume_goes_on(config, tmp_path):
     longer = "max_duration=110ba"
     whole = train(load_config(config, [longer]))
     assert whole["replica_id"] == "0"
     assert (whole["inner_steps"], whole["outer_steps"]) == (110, 6)  # rounds of 20, and the end
     saving = ["autoresume=true", f"run_dir={tmp_path / 'run'}", "save_interval=50ba"]
     train(load_config(config, [*saving, "max_duration=50ba"]))
-    folder = tmp_path / "run" / "replica_0" / "checkpoints"
-    assert {path.name for path in folder.iterdir()} >= {"ep0-ba50-rank0.pt", "latest-rank0.pt"}
     assert train(load_config(config, [*saving, longer])) == whole
 
 

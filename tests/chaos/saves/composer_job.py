@@ -21,6 +21,8 @@ train(
         "length": 2 * 4 * BATCHES,  # of two groups
         "fragments": 1,
         "step_s": 0.02,
+        "unit_size": 32,
+        "diloco": {},  # all waits as they ship: under load groups take long
         "saves": {"save_interval": f"{SAVE_INTERVAL}ba", "save_num_checkpoints_to_keep": 1},
     },
     Waits(),

@@ -22,7 +22,7 @@ class Group:
         self.transport.serve(lambda: self.step, self.state)
 
     def commit(self):
-        """An outer step."""
+        """Take an outer step: other values, the next step, the next version of the state."""
         self.theta += 1
         self.step += 1
         self.state.version += 1
