@@ -17,6 +17,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from arms import DATA_PARALLEL_COMPOSER, QUICKSTART
 from candidates import GRID, JOBS, OUTSIDE, SAMPLES, SEEDS, Job, data_parallel, reference
 from cells import Cell
 from lines import PICTURES, WARM, Lines, read, read_all
@@ -450,6 +451,28 @@ def beside_what_ships(known: Known, candidate: str) -> str:
     return "\n".join(rows)
 
 
+def report_of_quickstart(known: Known) -> str:
+    """The quickstart's training with what ships and by steps, above data parallel, as lines."""
+    rounds = math.ceil(PLAIN_STEPS / QUICKSTART.sync_every)
+    named = {CHOSEN: QUICKSTART, BY_STEPS: replace(QUICKSTART, outer=((rounds + 1, *NUMBERS),))}
+    bits = {
+        name: {
+            seed: line["bits"] for seed in FIVE_SEEDS if (line := known.line(cell.with_seed(seed)))
+        }
+        for name, cell in {BASE: DATA_PARALLEL_COMPOSER, **named}.items()
+    }
+    rows = []
+    for name in named:
+        seeds = len(seeds_of(bits, (BASE, name)))
+        rows.append(f"the quickstart, {name}: {compare(bits[name], bits[BASE])} in {seeds} seeds")
+    beside = [
+        f"{100 * (bits[BY_STEPS][seed] / bits[CHOSEN][seed] - 1):+.1f}"
+        for seed in sorted(seeds_of(bits, named))
+    ]
+    rows.append(f"{BY_STEPS} beside {CHOSEN}, by seed: {', '.join(beside)} %")
+    return "\n\n".join(rows)
+
+
 def main() -> None:
     done = [*read(WARM).values(), *read(PICTURES).values()]
     hours = sum(line["cpu_seconds"] for line in done) / 3600
@@ -458,6 +481,7 @@ def main() -> None:
     print(f"{report(known)}\n\n{report_of_shipped(known)}")
     for name in (FINALIST, SOONER, BY_STEPS):
         print(f"\n{beside_what_ships(known, name)}")
+    print(f"\n{report_of_quickstart(known)}")
 
 
 if __name__ == "__main__":
